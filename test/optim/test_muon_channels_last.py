@@ -84,6 +84,24 @@ class TestMuonChannelsLast(TestCase):
         self.assertTrue(torch.equal(kernel, before))
         self.assertFalse(buffer.any())
 
+    def test_parameters_that_become_no_view(self):
+        """Nothing moves: neither the parameter nor momentum."""
+        columns = {"sizes": (36, 36), "dim": 1}
+        kernel = randn(1, 8, 8, 3, 3)
+        for split, changed in (
+            (None, kernel.transpose(0, 1)),
+            (columns, kernel.to(memory_format=torch.channels_last)),
+        ):
+            param = nn.Parameter(kernel.clone())
+            muon = Muon([{"params": [param], "flatten": True, "split": split}])
+            self.train(muon, param, range(1))
+            momentum = muon.state[param]["momentum_buffer"].clone()
+            param.data = changed.clone()
+            with self.assertRaisesRegex(ValueError, r"\(8, 8, 3, 3\).*make it contig"):
+                self.train(muon, param, range(1, 2))
+            self.assertTrue(torch.equal(param, changed))
+            self.assertTrue(torch.equal(muon.state[param]["momentum_buffer"], momentum))
+
     def test_checkpoint_of_the_other_format(self):
         for config, source, target in (
             (None, torch.channels_last, torch.contiguous_format),
