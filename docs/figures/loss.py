@@ -1,10 +1,11 @@
 """Draws the losses of Muon and AdamW on the GPT of `setup_overlay.py verify`.
 
-    torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N]
+    torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N] [--clip adamw]
 
 The first process trains alone, with AdamW and with Muon, at several learning rates (--rates). After that, all processes
 train with FSDP2 and distributed Muon at the best rate, on the same batches. All runs have the betas, scale, weight decay
-and clipping of docs/guide.md, and both optimizers of a Muon run have one rate.
+and clipping of docs/guide.md, and both optimizers of a Muon run have one rate. With `--clip adamw`, a Muon run clips
+AdamW's gradients only.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def optimizers_of(model, has_muon, lr, config):
     return [muon, AdamW(others, **options)]
 
 
-def train(steps, has_muon, lr, sharded=False):
+def train(steps, has_muon, lr, clips, sharded=False):
     """The loss of each step, as the mean over all processes."""
     torch.manual_seed(0)
     model = GPT(192, 4, 6, CONTEXT)
@@ -51,6 +52,9 @@ def train(steps, has_muon, lr, sharded=False):
             fully_shard(block)
         fully_shard(model)
     optimizers = optimizers_of(model, has_muon, lr, "auto" if sharded else None)
+    clipped = list(model.parameters())
+    if clips == "adamw":
+        clipped = [p for g in optimizers[-1].param_groups for p in g["params"]]
 
     def pace(step):  # up over the first tenth, then down to a tenth
         return min((step + 1) / max(1, steps // 10), 1 - 0.9 * step / steps)
@@ -65,7 +69,7 @@ def train(steps, has_muon, lr, sharded=False):
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(clipped, 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             optimizer.zero_grad()
@@ -111,20 +115,21 @@ def main():
     parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--clip", choices=("all", "adamw"), default="all")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # The others wait while the first process trains alone.
     dist.init_process_group("gloo", timeout=timedelta(hours=2))
     found = [None]
     if dist.get_rank() == 0:
-        adamw = {lr: train(args.steps, False, lr) for lr in args.rates}
+        adamw = {lr: train(args.steps, False, lr, args.clip) for lr in args.rates}
         adamw_lr, adamw = best("AdamW", adamw)
-        muon = {lr: train(args.steps, True, lr) for lr in args.rates}
+        muon = {lr: train(args.steps, True, lr, args.clip) for lr in args.rates}
         muon_lr, muon = best("Muon", muon)
         found = [(muon_lr, adamw_lr, muon, adamw)]
     dist.broadcast_object_list(found)
     muon_lr, adamw_lr, muon, adamw = found[0]
-    many = train(args.steps, True, muon_lr, sharded=True)
+    many = train(args.steps, True, muon_lr, args.clip, sharded=True)
     if dist.get_rank() == 0:
         gap = max(abs(a - b) for a, b in zip(muon, many))
         print(f"Muon on one process and on many: losses at most {gap:.3f} apart")

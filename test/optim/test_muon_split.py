@@ -134,6 +134,7 @@ class TestMuonSplit(TestCase):
     def test_errors(self):
         qkv, conv, stack = randn(0, 48, 16), randn(1, 8, 6, 3, 3), randn(2, 4, 6, 8)
         last = conv.contiguous(memory_format=torch.channels_last)
+        columns = {"sizes": (27, 27), "dim": 1}
         bad = r"split \(24, 8, 8\) adds up to 40, but dimension 0 has 48"
         for tensor, form, expected in (
             (qkv, {"split": (24, 8, 8)}, bad),
@@ -145,7 +146,9 @@ class TestMuonSplit(TestCase):
             (qkv, {"split": {"sizes": None, "repeats": 3}}, "'sizes': None"),
             (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
             (conv, {"flatten": True, "split": (6, 6)}, "12, but dimension 0 has 8"),
-            (last, {"flatten": True}, "not contiguous.*make it contiguous"),
+            (last, {"flatten": True, "split": columns}, "contiguous.*make it contig"),
+            (conv[..., 1:], {"flatten": True}, "contiguous"),
+            (conv.transpose(0, 1), {"flatten": True}, "contiguous"),
             (conv, {}, "flatten=True"),
             (qkv[0], {"split": (16,)}, "2D.*DeepSpeed's ZeRO.*FSDP2"),
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
@@ -228,17 +231,20 @@ class TestMuonSplit(TestCase):
             # DCP loads the keys that this state has, and no others.
             self.assertEqual(state["param_groups"], saved["param_groups"])
 
-    def test_memory_order_that_changes(self):
-        for config in (None, "auto"):
-            conv = nn.Conv2d(4, 8, 3, bias=False)
-            group = {"params": [conv.weight], "flatten": True}
-            muon = Muon([group], distributed_config=config)
-            conv.to(memory_format=torch.channels_last)
-            conv.weight.grad = torch.randn_like(conv.weight)
-            before = conv.weight.detach().clone()
-            with self.assertRaisesRegex(ValueError, "make it contiguous"):
-                muon.step()
-            self.assertTrue(torch.equal(conv.weight, before))
+    def test_memory_order_with_a_config(self):
+        """Shards have the columns in the order of dimensions."""
+        conv = nn.Conv2d(4, 8, 3, bias=False)
+        group = {"params": [("w", conv.weight)], "flatten": True}
+        muon = Muon([group], distributed_config="auto")
+        conv.to(memory_format=torch.channels_last)
+        conv.weight.grad = torch.randn_like(conv.weight)
+        before = conv.weight.detach().clone()
+        expected = "'w'.*not contiguous.*make it contiguous"
+        with self.assertRaisesRegex(ValueError, expected):
+            muon.step()
+        self.assertTrue(torch.equal(conv.weight, before))
+        with self.assertRaisesRegex(ValueError, expected):
+            Muon([group], distributed_config="auto")
 
     def test_stacks(self):
         stack = randn(0, 3, 16, 24)

@@ -272,10 +272,16 @@ def test_figures_are_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     figures, out = ROOT / "docs" / "figures", tmp_path / "loss.png"
     words = [out, "--steps", 4, "--rates", 0.003]
-    run = run_example(figures / "loss.py", *words, processes=2)
-    assert run.code == 0, run.err
-    assert "Muon on one process and on many" in run.out
-    assert out.stat().st_size > 1000
+    ends = []
+    for clips in ("all", "adamw"):
+        run = run_example(figures / "loss.py", *words, "--clip", clips, processes=2)
+        assert run.code == 0, run.err
+        assert "Muon on one process and on many" in run.out
+        assert out.stat().st_size > 1000
+        ends += re.findall("^(?:AdamW|Muon), learning rate.*$", run.out, re.MULTILINE)
+    adamw, muon, same_adamw, other_muon = ends
+    assert adamw == same_adamw
+    assert muon != other_muon
     run = run_example(figures / "route.py", tmp_path / "route.png", processes=1)
     assert run.code == 0, run.err
     # 70 elements, of which the owner has 15 (a quarter), or 40 (the larger half) and a replica.

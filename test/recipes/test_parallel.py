@@ -3,15 +3,19 @@
 TP cuts first, and FSDP cuts the rows of TP's pieces. Muon never communicates over EP or PP groups.
 """
 
+import re
+import warnings
+
+import torch
 import torch.distributed as dist
 from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, parallelize
-from recipes.common import Recipe, Transformer
+from recipes.common import Recipe, Transformer, WIDTH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import distribute_tensor, parallel, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -212,6 +216,158 @@ class TestTensorParallel(Recipe):
             self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
 
+# What the documents' plans cut. They leave the other matrices out.
+TP_AND_FSDP = ("attention.qkv_proj", "ffn.w1")
+TP_AND_HSDP = ("attention.qkv_proj",)
+
+
+def parallelize_some(model, mesh, names):
+    """Cuts the layers of ``names`` along dimension 0. The others need whole inputs and stay whole."""
+    plan = {}
+    for name in names:
+        plan[name] = parallel.ColwiseParallel(output_layouts=Replicate())
+    layers = model.layers
+    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        parallel.parallelize_module(layer, mesh, plan)
+    return model
+
+
+def cut_dims(names):
+    """The ``tp_dims`` of a plan: a name that is missing is whole."""
+    return {name.rpartition(".")[2]: 0 for name in names}
+
+
+class LeftOut:
+    """Plans that leave matrices out, with the arguments that the documents write. Each rank of TP has a
+    matrix that is left out whole, whatever ``tp_shard_dim`` says: FSDP1's extensions and DTensors show the cuts."""
+
+    def check_each(self, build, names, tp, source=lambda model: {}, **how):
+        """Trains what ``build`` makes with each way to write the arguments, and compares the bits."""
+        for arguments in (
+            lambda model: {"tp_shard_dim": 1},
+            lambda model: {"tp_dim_per_param": 0},
+            lambda model: {"tp_dim_per_param": {}},
+            lambda model: {"tp_dim_per_param": detect_tp_dims_from_model(model)},
+        ):
+            model = build()
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                options = {"tp_process_group": tp, **arguments(model), **source(model)}
+                config = create_auto_config(**options)
+                pieces = {"tp": tp, "tp_dims": cut_dims(names)}
+                self.check(Transformer(), model, config, **pieces, **how)
+            # That 1 is not the dimension of a matrix that is cut is true. These would be false.
+            false = "hold the same values|dimension None|is a guess"
+            texts = [str(one.message) for one in warned]
+            self.assertEverywhere([text for text in texts if re.search(false, text)])
+
+    def test_left_out_in_plain_tp(self):
+        """END_TO_END, TP: DTensors and plain matrices in one model."""
+        mesh = init_device_mesh("cpu", (self.world_size,))
+
+        def build():
+            return parallelize_some(Transformer(), mesh, TP_AND_FSDP)
+
+        self.check_each(build, TP_AND_FSDP, mesh.get_group())
+
+    def test_left_out_under_fsdp1(self):
+        """END_TO_END, TP + FSDP, and from FSDP: the plan and the arguments are theirs."""
+        mesh, fsdp, tp = self.plane()
+        for orig in (False, True):
+
+            def build():
+                model = parallelize_some(Transformer(), mesh["tp"], TP_AND_FSDP)
+                options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
+                return FSDP(model, use_orig_params=orig, **options)
+
+            def source(model):
+                return {"module": model} if orig else {"fsdp_process_group": fsdp}
+
+            how = {"source": source, "fsdp": fsdp, "data": [fsdp]}
+            self.check_each(build, TP_AND_FSDP, tp, **how)
+
+    def test_left_out_under_fsdp2(self):
+        """END_TO_END, TP + FSDP, with ``fully_shard``, which makes DTensors of all matrices."""
+        mesh, fsdp, tp = self.plane()
+
+        def build():
+            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_FSDP)
+            return fully_shard(model, mesh=mesh["fsdp"])
+
+        # A matrix that is left out is on FSDP's mesh, which does not know of TP. Each rank of TP repeats it.
+        self.check_each(build, TP_AND_FSDP, tp, data=[fsdp], once=False)
+
+    def plane(self):
+        """A mesh of FSDP x TP pairs."""
+        shape = (self.world_size // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
+        return mesh, *mesh.get_all_groups()
+
+
+class TestLeftOut(LeftOut, Recipe):
+    def test_marks_that_are_missing(self):
+        """EXAMPLES, TP dimensions from the model: the block gives 0 to a parameter without a mark. A matrix
+        that is left out has none and is whole, and a dict counts as it is written. Muon warns."""
+        mesh = init_device_mesh("cpu", (4,))
+        model = parallelize_some(Transformer(), mesh, TP_AND_FSDP)
+        params = list(model.parameters())
+        options = {"tp_process_group": mesh.get_group()}
+        options["tp_dim_per_param"] = dict.fromkeys(range(len(params)), 0)
+        with self.assertWarnsOnce("parameter 1 .*hold the same values"):
+            Muon(params, distributed_config=create_auto_config(**options))
+
+    def test_left_out_of_an_uneven_plan(self):
+        """Ranks of TP have flat parameters of different lengths. FSDP1 cuts their copies of the matrix that
+        is left out at different places. Without TP's group these are not replicas."""
+        mesh, fsdp, tp = self.plane()
+
+        def build():
+            torch.manual_seed(0)
+            layers = nn.Linear(WIDTH, 51, bias=False), nn.Linear(51, WIDTH, bias=False)
+            return nn.Sequential(*layers)
+
+        def parallelized():
+            plan = {"0": parallel.ColwiseParallel(output_layouts=Replicate())}
+            return parallel.parallelize_module(build(), mesh["tp"], plan)
+
+        # Each rank of TP repeats the second matrix.
+        how = {"data": [fsdp], "once": False}
+        model = FSDP(parallelized(), device_mesh=mesh["fsdp"], device_id=CPU)
+        config = create_auto_config(fsdp_process_group=fsdp)
+        pieces = {"fsdp": fsdp, "tp": tp, "tp_dims": {"0": 0}}
+        self.check(build(), model, config, **pieces, **how)
+
+        model = fully_shard(parallelized(), mesh=mesh["fsdp"])
+        self.check(build(), model, create_dtensor_config(), **how)
+
+
+class TestLeftOutOnEight(LeftOut, Recipe):
+    world_size = 8
+
+    def test_left_out_under_hsdp(self):
+        """END_TO_END, TP + HSDP: the plan and the arguments are theirs."""
+        mesh, replicate, shard, tp = self.grid("replicate", "shard", "tp")
+        nodes = mesh["replicate", "shard"]
+
+        def build_fsdp1():
+            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_HSDP)
+            hybrid = ShardingStrategy.HYBRID_SHARD
+            options = {"sharding_strategy": hybrid, "device_id": CPU}
+            return FSDP(model, device_mesh=nodes, **options)
+
+        def build_fsdp2():
+            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_HSDP)
+            return fully_shard(model, mesh=nodes)
+
+        def source(model):
+            groups = {"shard_process_group": shard}
+            return groups | {"replicate_process_group": replicate}
+
+        how = {"source": source, "data": [shard, replicate]}
+        self.check_each(build_fsdp1, TP_AND_HSDP, tp, fsdp=shard, **how)
+        self.check_each(build_fsdp2, TP_AND_HSDP, tp, once=False, **how)
+
+
 class TestThreeDimensions(Recipe):
     world_size = 8
 
@@ -288,10 +444,10 @@ class Stage(nn.Module):
         return x
 
 
-def backward_of(model, pp, count):
-    """The backward pass of the 1F1B schedule."""
+def backward_of(model, pp, count, schedule_class=Schedule1F1B):
+    """The backward pass of a pipeline schedule with ``count`` micro-batches."""
     part = PipelineStage(model, pp.rank(), pp.size(), device=CPU, group=pp)
-    schedule = Schedule1F1B(part, n_microbatches=count, loss_fn=mse_loss)
+    schedule = schedule_class(part, n_microbatches=count, loss_fn=mse_loss)
 
     def backward(inputs, targets):
         first = (inputs,) if part.is_first else ()
@@ -377,7 +533,7 @@ class TestFourDimensions(Recipe):
         """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
         mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
         model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
-        # With Schedule1F1B, the backward pass of FSDP1's first stage failed.
+        # 1F1B runs a second forward pass before the first backward pass, and FSDP1 fails in that.
         fully_shard(model, mesh=mesh["replicate", "shard"])
         config = create_auto_config(
             pp_process_group=pp,
@@ -390,3 +546,28 @@ class TestFourDimensions(Recipe):
         )
         data, backward = [replicate, shard], backward_of(model, pp, 4)
         self.check(Transformer(), model, config, data=data, backward=backward)
+
+    def test_left_out_in_four_dimensions(self):
+        """END_TO_END, PP + TP + HSDP: FSDP1, the plan and the arguments are theirs. One micro-batch, so that
+        each forward pass of FSDP1 has its backward pass before the next."""
+        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
+        model = Stage(Transformer(), pp.rank(), 2)
+        model = FSDP(
+            parallelize_some(model, mesh["tp"], TP_AND_HSDP),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            device_mesh=mesh["replicate", "shard"],
+            device_id=CPU,
+        )
+        config = create_auto_config(
+            pp_process_group=pp,
+            pp_stage_id=pp.rank(),
+            pp_num_stages=2,
+            tp_process_group=tp,
+            tp_shard_dim=1,
+            shard_process_group=shard,
+            replicate_process_group=replicate,
+        )
+        how = {"fsdp": shard, "tp": tp, "tp_dims": cut_dims(TP_AND_HSDP)}
+        how |= {"data": [replicate, shard]}
+        how["backward"] = backward_of(model, pp, 1, ScheduleGPipe)
+        self.check(Transformer(), model, config, **how)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _muon_checks as checks
-from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
+from ._muon_formulas import _adjust_lr, in_order_of, MuonFormulas  # noqa: F401
 from ._muon_split import Split
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
@@ -123,7 +123,8 @@ class Muon(Optimizer):
       and v rows for each group of heads, and ``{"sizes": (n, n, n), "dim": 1}`` three parts of n columns.
       A part is all of its lines, joined in order. (default: None)
     - ``flatten`` (bool): whether a parameter of three or more dimensions, such as a convolution, is one
-      matrix, dimension 0 by all others. (default: False)
+      matrix, dimension 0 by all others. Without a ``distributed_config``, it may be in channels_last.
+      (default: False)
 
     Example:
         >>> # xdoctest: +SKIP
@@ -258,6 +259,10 @@ class Muon(Optimizer):
             for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
             group["split"] = Split.of(group["split"]).option
+        # A checkpoint may be from channels_last parameters, and these not, or the reverse.
+        for group in self.param_groups:
+            for p in group["params"] if group["flatten"] else ():
+                _reorder_momentum(p, self.state.get(p, {}))
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -305,6 +310,9 @@ class Muon(Optimizer):
                 like = p if group["flatten"] else p.grad
                 zeros = torch.zeros_like(like, dtype=p.grad.dtype)
                 state["momentum_buffer"] = zeros
+            elif group["flatten"]:
+                # The parameter may have changed to channels_last since, or back.
+                _reorder_momentum(p, state)
             buffer = state["momentum_buffer"]
             if buffer.dtype != p.grad.dtype:
                 # load_state_dict() casts to the parameter's dtype, and a model may be cast in training.
@@ -394,6 +402,17 @@ class Muon(Optimizer):
         engine.step(config, formulas, self.state)
 
 
+def _reorder_momentum(param: Tensor, state: dict[str, Any]) -> None:
+    """Gives the momentum of a flattened parameter the order that the parameter has in memory."""
+    buffer = state.get("momentum_buffer")
+    if not isinstance(buffer, Tensor) or buffer.shape != param.shape:
+        return
+    # The shards of a DTensor are contiguous.
+    plain = Tensor, torch.nn.Parameter
+    if type(buffer) in plain and type(param) in plain:
+        state["momentum_buffer"] = in_order_of(param, buffer)
+
+
 def _new_engine(muon: Muon) -> Engine:
     """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
     from torch.optim._muon_engine.engine import Engine
@@ -446,7 +465,14 @@ def _single_tensor_muon(
     split, _ = formulas.form
     if takes_more or split.sizes:
         if formulas.flatten:
-            grads = [grad.contiguous() for grad in grads]
+            pairs = zip(params, grads, strict=True)
+            grads = [in_order_of(param, grad) for param, grad in pairs]
+            for param, buf in zip(params, muon_momentum_bufs, strict=True):
+                if in_order_of(param, buf) is not buf:
+                    raise ValueError(
+                        f"the strides of a parameter are {param.stride()}, and those of its momentum {buf.stride()}; "
+                        "flatten=True needs equal ones"
+                    )
         params, grads, muon_momentum_bufs = (
             [matrix for tensor in tensors for matrix in formulas.matrices(tensor)]
             for tensors in (params, grads, muon_momentum_bufs)

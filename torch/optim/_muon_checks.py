@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._muon_engine.config import DistributedConfig
-from ._muon_formulas import MuonFormulas
+from ._muon_formulas import MuonFormulas, problem_with_flatten
 from ._newton_schulz import check_ns_algorithm
 
 
@@ -30,7 +30,12 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def problem_with(
-    param: Tensor, described: str, form: tuple, reader: str | None, takes_stacks: bool
+    param: Tensor,
+    described: str,
+    form: tuple,
+    has_config: bool,
+    reader: str | None,
+    takes_stacks: bool,
 ) -> str:
     """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
     shape, (split, flatten) = tuple(param.shape), form
@@ -41,7 +46,14 @@ def problem_with(
             "`module.weight = nn.Parameter(distribute_tensor(...))`, or use distribute_module or fully_shard"
         )
     if flatten and not param.is_contiguous():
-        return f"{described} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
+        if has_config:
+            return (
+                f"{described} of shape {shape} is not contiguous, which flatten=True does not take with a "
+                "distributed_config; make it contiguous. A convolution takes it with inputs in channels_last"
+            )
+        problem = problem_with_flatten(param, split)
+        if problem:
+            return f"{described} of shape {shape} {problem}"
     is_flat = getattr(param, "_fsdp_flattened", False)
     is_stack = takes_stacks and param.ndim > 2 and not is_flat
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
@@ -101,7 +113,8 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
         if other != described and config is not None:
             text = f"{other} and {described} are the same tensor; pass tied weights to Muon once"
         else:
-            text = problem_with(param, described, forms[group], reader, stacks)
+            form, has_config = forms[group], config is not None
+            text = problem_with(param, described, form, has_config, reader, stacks)
         if text:
             return ValueError(text)
     return None

@@ -38,6 +38,39 @@ def _adjust_lr(
     return lr * ratio
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of ``tensor`` from the outermost to the innermost in memory, as for channels_last. None if
+    dimension 0 is not the outermost, or if elements are apart: flattened to (dimension 0, all others), ``tensor``
+    would not be a view.
+    """
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    strides = tensor.stride()
+    inner = sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim])
+    order = (0, *inner)
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_order_of(param: Tensor, tensor: Tensor) -> Tensor:
+    """``tensor`` with its elements in the order that those of ``param`` have in memory; itself if it has that order."""
+    order = memory_order(param)
+    if order is None or tensor.permute(order).is_contiguous():
+        return tensor
+    ordered = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_(tensor)
+
+
+def problem_with_flatten(param: Tensor, split: Split) -> str:
+    """Why ``param`` cannot be one matrix, dimension 0 by all others, without a copy; "" if it can."""
+    if param.is_contiguous():
+        return ""
+    if memory_order(param) is None:
+        return f"has strides {param.stride()}, so flatten=True would copy it; make it contiguous"
+    if split.sizes and split.dim == 1:
+        return "is not contiguous, so a split of its columns would cut other ones; make it contiguous"
+    return ""
+
+
 class MuonFormulas(NamedTuple):
     """The hyperparameters of one parameter group in one step, and the phases that they define."""
 
@@ -106,15 +139,15 @@ class MuonFormulas(NamedTuple):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
         split, flatten = self.form
-        if flatten and tensor.ndim > 2 and not tensor.is_contiguous():
-            raise ValueError(
-                f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
-                f"strides {tensor.stride()}; make it contiguous"
-            )
         # Detached: autograd forbids writes to the views that split and unbind return.
         stack = [tensor.detach() if tensor.ndim > 2 or split.sizes else tensor]
         if flatten and tensor.ndim > 2:
-            stack = [stack[0].flatten(1)]
+            problem, order = problem_with_flatten(tensor, split), memory_order(tensor)
+            if problem or order is None:
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {problem}")
+            # The update of a matrix with other columns first is its update with other columns first. So the
+            # columns may have the order of memory, in which the matrix of channels_last is a view.
+            stack = [stack[0].permute(order).flatten(1)]
         while stack[0].ndim > 2:
             stack = [matrix for one in stack for matrix in one.unbind()]
         return [part for matrix in stack for part in split.parts(matrix)]

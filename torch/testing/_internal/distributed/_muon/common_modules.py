@@ -162,7 +162,8 @@ class OneProcess:
     def piece_shape(self, name):
         shape, dim = list(self.whole[name].shape), self.tp_dim(name)
         if dim is not None:
-            shape[dim] //= self.tp.size()
+            lines = torch.arange(shape[dim]).chunk(self.tp.size())
+            shape[dim] = len(lines[self.tp.rank()])
         return torch.Size(shape)
 
 

@@ -1,0 +1,152 @@
+# Owner(s): ["module: optimizer"]
+"""Kernels in channels_last, in one process: ``flatten`` takes them as they are, without a copy in each step."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.optim import Muon
+from torch.optim._muon import _single_tensor_muon
+from torch.optim._muon_formulas import MuonFormulas
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_config import randn
+
+
+def in_memory(tensor):
+    """The matrix of a kernel in channels_last, with the columns in the order of memory."""
+    return tensor.detach().movedim(1, -1).flatten(1)
+
+
+class TestMuonChannelsLast(TestCase):
+    def kernel(self, *shape):
+        kernel = randn(1, *shape)
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return nn.Parameter(kernel.contiguous(memory_format=formats[kernel.ndim]))
+
+    def train(self, muon, param, steps):
+        for step in steps:
+            param.grad = randn(10 + step, *param.shape)
+            muon.step()
+
+    def test_matrix_in_the_order_of_memory(self):
+        """The columns are others than those of a contiguous kernel, and so is the rounding. Bits are those
+        of a matrix with these columns."""
+        for shape, split in (
+            ((96, 64, 3, 3), None),
+            ((8, 6, 3, 3), (3, 5)),
+            ((8, 6, 1, 3), None),
+            ((8, 1, 3, 3), None),
+            ((8, 6, 1, 1), None),
+            ((8, 4, 2, 1, 3), {"sizes": (1, 3), "repeats": 2}),
+        ):
+            kernel = self.kernel(*shape)
+            contiguous = nn.Parameter(randn(1, *shape))
+            matrix = nn.Parameter(in_memory(kernel).clone())
+            strides, address = kernel.stride(), kernel.data_ptr()
+            options = {"flatten": True, "split": split}
+            muon = Muon([{"params": [kernel, contiguous], **options}], lr=0.1)
+            twin = Muon([{"params": [matrix], "split": split}], lr=0.1)
+            for step in range(3):
+                grad = randn(10 + step, *shape)
+                matrix.grad = in_memory(grad)
+                contiguous.grad = grad
+                # A layer may give gradients of another format.
+                same_format = torch.empty_like(kernel).copy_(grad)
+                kernel.grad = grad if step == 1 else same_format
+                muon.step()
+                twin.step()
+            buffer = muon.state[kernel]["momentum_buffer"]
+            momentum = twin.state[matrix]["momentum_buffer"]
+            self.assertEqual((kernel.stride(), kernel.data_ptr()), (strides, address))
+            self.assertEqual(buffer.stride(), strides)
+            self.assertTrue(torch.equal(in_memory(kernel), matrix), shape)
+            self.assertTrue(torch.equal(in_memory(buffer), momentum), shape)
+            self.assertTrue(
+                torch.equal(buffer, muon.state[contiguous]["momentum_buffer"])
+            )
+            moved = (contiguous - randn(1, *shape)).norm()
+            self.assertLess((kernel - contiguous).norm(), 0.02 * moved)
+
+    def test_views(self):
+        """A copy of the parameter would lose the update, and one of momentum would start it anew."""
+        kernel = self.kernel(8, 6, 3, 3)
+        group = Muon([{"params": [kernel], "flatten": True}]).param_groups[0]
+        (matrix,) = MuonFormulas.of_group(group).matrices(kernel)
+        self.assertEqual(matrix.data_ptr(), kernel.data_ptr())
+        self.assertEqual(matrix.shape, (8, 54))
+        options = {name: group[name] for name in MuonFormulas._fields}
+        buffer, before = torch.zeros(8, 6, 3, 3), kernel.detach().clone()
+        with self.assertRaisesRegex(ValueError, "strides.*momentum"):
+            grad = randn(2, 8, 6, 3, 3)
+            _single_tensor_muon(
+                [kernel], [grad], [buffer], has_complex=False, **options
+            )
+        self.assertTrue(torch.equal(kernel, before))
+        self.assertFalse(buffer.any())
+
+    def test_parameters_that_become_no_view(self):
+        """Nothing moves: neither the parameter nor momentum."""
+        columns = {"sizes": (36, 36), "dim": 1}
+        kernel = randn(1, 8, 8, 3, 3)
+        for split, changed in (
+            (None, kernel.transpose(0, 1)),
+            (columns, kernel.to(memory_format=torch.channels_last)),
+        ):
+            param = nn.Parameter(kernel.clone())
+            muon = Muon([{"params": [param], "flatten": True, "split": split}])
+            self.train(muon, param, range(1))
+            momentum = muon.state[param]["momentum_buffer"].clone()
+            param.data = changed.clone()
+            with self.assertRaisesRegex(ValueError, r"\(8, 8, 3, 3\).*make it contig"):
+                self.train(muon, param, range(1, 2))
+            self.assertTrue(torch.equal(param, changed))
+            self.assertTrue(torch.equal(muon.state[param]["momentum_buffer"], momentum))
+
+    def test_checkpoint_of_the_other_format(self):
+        for config, source, target in (
+            (None, torch.channels_last, torch.contiguous_format),
+            (None, torch.contiguous_format, torch.channels_last),
+            ("auto", torch.channels_last, torch.contiguous_format),
+        ):
+            kernel = nn.Parameter(randn(1, 8, 6, 3, 3).to(memory_format=source))
+            muon = Muon([{"params": [kernel], "flatten": True}], lr=0.1)
+            self.train(muon, kernel, range(2))
+            other = nn.Parameter(kernel.detach().clone(memory_format=target))
+            group = {"params": [other], "flatten": True}
+            loaded = Muon([group], lr=0.1, distributed_config=config)
+            loaded.load_state_dict(copy.deepcopy(muon.state_dict()))
+            buffer = loaded.state[other]["momentum_buffer"]
+            self.assertEqual(buffer.stride(), other.stride())
+            self.assertTrue(torch.equal(buffer, muon.state[kernel]["momentum_buffer"]))
+            self.train(loaded, other, range(2, 4))
+            self.train(muon, kernel, range(2, 4))
+            loaded_buffer = loaded.state[other]["momentum_buffer"]
+            buffer = muon.state[kernel]["momentum_buffer"]
+            self.assertTrue(torch.equal(loaded_buffer, buffer))
+            self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
+
+    def test_format_that_changes(self):
+        """``module.to`` replaces the storage between steps; momentum follows."""
+        conv, twin = (nn.Conv2d(6, 8, 3, bias=False) for _ in range(2))
+        twin.load_state_dict(conv.state_dict())
+        muons = []
+        for module in (conv, twin):
+            group = {"params": [module.weight], "flatten": True}
+            muons.append(Muon([group], lr=0.1))
+        formats = torch.channels_last, torch.contiguous_format
+        for step, memory_format in enumerate(formats):
+            for muon, module in zip(muons, (conv, twin)):
+                self.train(muon, module.weight, [step])
+            conv.to(memory_format=memory_format)
+            momenta = []
+            for muon, module in zip(muons, (conv, twin)):
+                self.train(muon, module.weight, [step + 5])
+                momenta.append(muon.state[module.weight]["momentum_buffer"])
+            self.assertEqual(momenta[0].stride(), conv.weight.stride())
+            self.assertTrue(torch.equal(*momenta))
+            apart = (conv.weight - twin.weight).norm()
+            self.assertLess(apart, 0.02 * twin.weight.norm())
+
+
+if __name__ == "__main__":
+    run_tests()
