@@ -318,7 +318,7 @@ class TestLeftOut(LeftOut, Recipe):
 
     def test_left_out_of_an_uneven_plan(self):
         """Ranks of TP have flat parameters of different lengths. FSDP1 cuts their copies of the matrix that
-        is left out at different places. Without TP's group these are not replicas."""
+        is left out at different places. So each rank of TP keeps a copy of its own, with or without TP's group."""
         mesh, fsdp, tp = self.plane()
 
         def build():
@@ -332,10 +332,11 @@ class TestLeftOut(LeftOut, Recipe):
 
         # Each rank of TP repeats the second matrix.
         how = {"data": [fsdp], "once": False}
-        model = FSDP(parallelized(), device_mesh=mesh["fsdp"], device_id=CPU)
-        config = create_auto_config(fsdp_process_group=fsdp)
         pieces = {"fsdp": fsdp, "tp": tp, "tp_dims": {"0": 0}}
-        self.check(build(), model, config, **pieces, **how)
+        for groups in ({}, {"tp_process_group": tp, "tp_shard_dim": 0}):
+            model = FSDP(parallelized(), device_mesh=mesh["fsdp"], device_id=CPU)
+            config = create_auto_config(fsdp_process_group=fsdp, **groups)
+            self.check(build(), model, config, **pieces, **how)
 
         model = fully_shard(parallelized(), mesh=mesh["fsdp"])
         self.check(build(), model, create_dtensor_config(), **how)

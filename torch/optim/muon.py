@@ -239,7 +239,8 @@ def detect_tp_dims_from_model(
 
     A ``tp_dim`` or ``partition_dim`` attribute comes first (-1 means not cut), then a DTensor's innermost
     shard, or what FSDP1 knows of a DTensor that it flattened. If any parameter is such a DTensor, those
-    that say nothing are whole. Otherwise dimension 0 is a guess, with a warning.
+    that say nothing are whole. Otherwise dimension 0 is a guess, with a warning. A flat parameter of FSDP1
+    has no dimension: FSDP1 knows how each tensor in it was cut.
 
     Args:
         module_or_params (nn.Module or iterable of Tensor): the parameters in the optimizer's order, so

@@ -195,7 +195,7 @@ class FunctionExchange(InFlight):
         self.piece = self.whole = self.update = None
 
     def _call(self, function: str, tensor: Tensor | None) -> Any:
-        self._step.progress.enter(function, self.matrices)
+        self._step.progress.now = function, self.matrices
         config, index = self._step.config, self.param.key.index
         config.state["current_param_idx"] = index
         config.state["current_owner"] = self.owner
@@ -256,7 +256,7 @@ class FunctionStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader
-        self.progress.enter("placement of gradients")
+        self.progress.now = "placement of the gradients", self.engine.ordered
         inputs.place_gradients(self.engine.ordered)
         entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
@@ -264,12 +264,12 @@ class FunctionStep:
             entries = {**entries, **ranks, _READER: reader}
         with lent(self.config.state, entries):
             self._executor.run(inputs)
-        self.progress.enter("")
+        self.progress.now = "", ()
 
     def prepare(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
         """Accumulates the gradient, and makes this rank's piece: zeros without a gradient."""
-        param, of_param = bucket.param, inputs.of(bucket.param.key.index)
-        self.progress.enter("accumulate", [param])
+        param, of_param = bucket.param, inputs.params[bucket.param.key.index]
+        self.progress.now = "accumulate", [param]
         inputs.accumulate(param.group, [param.key.index])
         momentum, gradient = of_param.momentum, of_param.gradient
         if gradient is None:
@@ -287,7 +287,7 @@ class FunctionStep:
         whole, param = bucket.whole, bucket.param
         if whole is None:
             return
-        self.progress.enter("orthogonalize", [param])
+        self.progress.now = "orthogonalize", [param]
         formulas = inputs.formulas[param.group]
         if bucket.owner != self.rank:
             bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
@@ -304,10 +304,10 @@ class FunctionStep:
 
     def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
         """Applies this rank's piece of the update."""
-        param, of_param = bucket.param, inputs.of(bucket.param.key.index)
+        param, of_param = bucket.param, inputs.params[bucket.param.key.index]
         piece = self._checked_piece(bucket, of_param.local)
         if of_param.user_gradient is not None and not of_param.problem:
-            self.progress.enter("apply", [param])
+            self.progress.now = "apply", [param]
             self._apply(bucket, piece, inputs)
         bucket.clear()
 
@@ -360,7 +360,7 @@ class FunctionStep:
     ) -> None:
         """Applies this rank's piece of the update, of the parameter's local shape."""
         param = bucket.param
-        local_param = inputs.of(param.key.index).local
+        local_param = inputs.params[param.key.index].local
         if not local_param.numel():
             # The learning rate of a matrix without columns cannot be scaled.
             return

@@ -97,6 +97,14 @@ class Engine:
             with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
             layouts = self.schedule.layouts
+            # In the order of all ranks: experts last, by their ids.
+            experts = {} if self.reader is None else self.reader.experts
+            by_expert = [
+                (experts.get(param.config_index, -1), param) for param in params
+            ]
+            self.ordered = [p for _, p in sorted(by_expert, key=lambda pair: pair[0])]
+            self._first_params = [*{p.group: p for p in reversed(params)}.values()]
+            self._refusal = _refusal(self)
             if former is not None:
                 restarted = _inherit_momentum(replaced, states)
                 restarted += _fit_momentum(params, states)
@@ -131,12 +139,6 @@ class Engine:
         """Whether this rank logs and warns for those that share matrices with it."""
         layouts = self.schedule.layouts
         return self.rank == min((l.holders[0] for l in layouts), default=0)
-
-    @property
-    def ordered(self) -> Sequence[Param]:
-        """The parameters in the order of all ranks: experts last, by their ids."""
-        experts = {} if self.reader is None else self.reader.experts
-        return sorted(self.params, key=lambda p: experts.get(p.config_index, -1))
 
     @property
     def device(self) -> torch.device:
@@ -331,7 +333,11 @@ class Engine:
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
-        _check_params(self, formulas)
+        for of_group in formulas:
+            of_group.check()
+        _check_forms(self._first_params, formulas)
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         params: list[ParamInputs | None] = [None] * len(self.params)
         # A buffer of another placement takes a collective, so all ranks go through parameters in one order.
         for param in self.ordered:
@@ -438,20 +444,27 @@ def step_once(
     engine.synchronize()
 
 
-def _check_params(engine: Engine, formulas: Sequence[Any]) -> None:
-    """Raises what :meth:`Engine.step` does if the hyperparameters or the parameters cannot be used."""
-    for of_group in formulas:
-        of_group.check()
-    for param in engine.params:
-        param.check_form(formulas[param.group])
+def _refusal(engine: Engine) -> str:
+    """Why the parameters cannot make a step; "" if they can."""
     if any(torch.is_complex(param.tensor) for param in engine.params):
-        raise RuntimeError("Muon does not support complex parameters")
+        return "Muon does not support complex parameters"
     on_meta = [param.described for param in engine.params if param.tensor.is_meta]
     if on_meta and engine.serials and not process_groups.is_dry_run():
-        raise RuntimeError(
+        return (
             f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
             "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
         )
+    return ""
+
+
+def _check_forms(params: Sequence[Param], formulas: Sequence[Any]) -> None:
+    """Raises ValueError if ``split`` or ``flatten`` of a group has changed. ``params`` has one of each group."""
+    for param in params:
+        form = formulas[param.group].form
+        if param.form != form:
+            raise ValueError(
+                f"split or flatten of {param.described} was {param.form}, and is now {form}: set it back, or build a new Muon"
+            )
 
 
 def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:

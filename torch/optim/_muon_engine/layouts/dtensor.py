@@ -221,24 +221,32 @@ def problem_with(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    pairs: dict[str, Iterable[Any]] = {
-        "is a DTensor": (is_dtensor(param), is_dtensor(grad)),
-        "is complex": (param.is_complex(), grad.is_complex()),
-        "has shape": (tuple(param.shape), tuple(grad.shape)),
-        "is on the mesh": [getattr(t, "device_mesh", None) for t in (param, grad)],
-    }
-    # A gradient of another placement is brought to the parameter's.
-    if placed_like(param, grad):
-        parts = [getattr(t, "_local_tensor", t) for t in (param, grad)]
-        pairs["is on"] = (local.device for local in parts)
-        pairs["here has shape"] = (tuple(local.shape) for local in parts)
-    for words, (value, other) in pairs.items():
-        if value != other:
-            return f"the parameter {words} {value}, but its gradient {other}"
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        return _difference("is a DTensor", is_dtensor(param), is_dtensor(grad))
+    if param.is_complex() != grad.is_complex():
+        return _difference("is complex", param.is_complex(), grad.is_complex())
+    if param.shape != grad.shape:
+        return _difference("has shape", tuple(param.shape), tuple(grad.shape))
+    local, local_grad = param, grad
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        problem = _problem_with_move(grad, param.placements)
-        return problem and f"its gradient's {problem}"
+        mesh, other = param.device_mesh, grad.device_mesh
+        if mesh is not other and mesh != other:
+            return _difference("is on the mesh", mesh, other)
+        if param.placements != grad.placements:
+            # It is brought to the parameter's placements.
+            problem = _problem_with_move(grad, param.placements)
+            return problem and f"its gradient's {problem}"
+        local, local_grad = param._local_tensor, grad._local_tensor
+    if local.device != local_grad.device:
+        return _difference("is on", local.device, local_grad.device)
+    if local.shape != local_grad.shape:
+        shapes = tuple(local.shape), tuple(local_grad.shape)
+        return _difference("here has shape", *shapes)
     return ""
+
+
+def _difference(words: str, value: Any, other: Any) -> str:
+    return f"the parameter {words} {value}, but its gradient {other}"
 
 
 def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
@@ -269,18 +277,22 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
     """Whether the two have one shape and, if they are DTensors, one placement."""
-    names = ("shape", "placements", "device_mesh")
-    return all(getattr(param, n, None) == getattr(buffer, n, None) for n in names)
+    if param.shape != buffer.shape:
+        return False
+    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
+        if param.placements != buffer.placements:
+            return False
+        mesh, other = param.device_mesh, buffer.device_mesh
+        return mesh is other or mesh == other
+    return isinstance(param, DTensor) == isinstance(buffer, DTensor)
 
 
 def fits(param: Tensor, buffer: Tensor) -> bool:
     """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
-    if not placed_like(param, buffer):
+    if not placed_like(param, buffer) or param.device != buffer.device:
         return False
-    dtype = gradient_dtype(param) or buffer.dtype
-    return (
-        buffer.dtype == dtype and local_part(buffer).device == local_part(param).device
-    )
+    dtype = gradient_dtype(param)
+    return dtype is None or buffer.dtype == dtype
 
 
 def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
@@ -291,8 +303,7 @@ def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
         raise TypeError(
             f"the momentum buffer of {description} must be a Tensor but is a {type(buffer).__name__}"
         )
-    local = local_part(param)
-    if buffer.is_meta and not local.is_meta:
+    if buffer.is_meta and not param.is_meta:
         raise ValueError(
             f"the momentum buffer of {description} has no data, because it is on the meta device; delete it or load it"
         )
@@ -300,7 +311,8 @@ def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
         buffer = _placed(param, buffer, description)
     if not fits(param, buffer):
         dtype = gradient_dtype(param) or buffer.dtype
-        buffer = like_param(param, local_part(buffer).to(local.device, dtype))
+        moved = local_part(buffer).to(local_part(param).device, dtype)
+        buffer = like_param(param, moved)
     return buffer
 
 

@@ -451,7 +451,10 @@ def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | Non
             placements = [placement for spec in specs for placement in spec.placements]
         has_placements = has_placements or bool(placements)
         dims[index] = dtensor.tp_mark_of(param)
-        if dims[index] is None and placements:
+        if len(tensors) > 1 and specs:
+            # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
+            dims[index] = -1
+        elif dims[index] is None and placements:
             cuts = [
                 placement.dim for placement in placements if hasattr(placement, "dim")
             ]

@@ -50,8 +50,6 @@ class Chunk(NamedTuple):
 
     def present(self, inputs: StepInputs) -> "Chunk":
         """Those whose update this step applies."""
-        if inputs.is_complete:
-            return self
         entries = [entry for entry in self.entries if entry.matrix.applies(inputs)]
         return self._replace(entries=entries, tensors=[e.tensor for e in entries])
 
@@ -73,6 +71,26 @@ class Pair(NamedTuple):
     source: Tensor
 
 
+class Copies(NamedTuple):
+    """Copies that one foreach call makes: from each of ``sources`` to one of ``targets``."""
+
+    matrices: list[LocalMatrix]
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "Copies":
+        return cls(
+            [pair.matrix for pair in pairs],
+            [pair.target for pair in pairs],
+            [pair.source for pair in pairs],
+        )
+
+    def run(self) -> None:
+        if self.targets:  # Foreach functions refuse empty lists.
+            torch._foreach_copy_(self.targets, self.sources)
+
+
 class Batch(NamedTuple):
     """Matrices of one shape with equal options that this rank orthogonalizes together."""
 
@@ -82,11 +100,13 @@ class Batch(NamedTuple):
     # This rank's own regions, blended into ``whole``.
     own: Sequence[Chunk]
     # From received packs to ``whole``.
-    received: Sequence[Pair]
+    received: Copies
     # From ``whole`` to the packs of the other holders.
-    results: Sequence[Pair]
+    results: Copies
     # From ``whole`` to this rank's own regions of parameters.
     applied: Sequence[Chunk]
+    # The places of sums, whose contributions are added one after another.
+    sums: Sequence[int]
 
 
 class BoundBucket(NamedTuple):
@@ -120,15 +140,12 @@ class MuonCompute:
         self._buckets = buckets
         # Where this rank computes. A CPU takes one region after another.
         self.device = memory.device
+        self.is_cpu = memory.device.type == "cpu"
         # What the batches depend on, by parameter group.
         self._compute_keys: dict[int, Hashable] = {}
         # The memory of the largest batch, in bytes.
         self._whole: Any = None
         self._bound: dict[LocalBucket, BoundBucket] = {}
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device.type == "cpu"
 
     def bind(self, formulas: Sequence[Any]) -> bool:
         """Binds the work anew if the options of batches have changed. Returns whether they have."""
@@ -157,38 +174,41 @@ class MuonCompute:
     def prepare(self, bucket: LocalBucket, inputs: StepInputs) -> None:
         """Accumulates the gradients of the bucket's matrices, and packs this rank's shards."""
         for matrices, accumulated, chunks in self._bound[bucket].preparations:
-            self.progress.enter("gather", matrices)
+            self.progress.now = "gather", matrices
             for group, param_indices in accumulated.items():
                 inputs.accumulate(group, param_indices)
-            self._log("gather", matrices)
+            if log.isEnabledFor(logging.DEBUG):
+                self._log("gather", matrices)
             for chunk in chunks:
                 self._blend(chunk, inputs)
 
     def compute(self, bucket: LocalBucket, batch: Batch, inputs: StepInputs) -> None:
         """Orthogonalizes ``batch``, packs the updates for their holders, and applies this rank's part."""
-        present = [
-            place
-            for place, matrix in enumerate(batch.matrices)
-            if matrix.is_orthogonalized(inputs)
-        ]
-        if not present:
-            return
-        if len(present) < len(batch.matrices):
-            batch = _part_of(batch, present)
-        matrices = [batch.matrices[place] for place in present]
-        self.progress.enter("assemble", matrices)
-        self._log("orthogonalize", matrices)
+        matrices = batch.matrices
+        present: Sequence[int] = range(len(matrices))
+        if not inputs.is_complete:
+            present = [at for at in present if matrices[at].is_orthogonalized(inputs)]
+            if not present:
+                return
+            if len(present) < len(matrices):
+                batch = _part_of(batch, present)
+                matrices = [batch.matrices[at] for at in present]
+        self.progress.now = "assemble", matrices
+        logs = log.isEnabledFor(logging.DEBUG)
+        if logs:
+            self._log("orthogonalize", matrices)
         for chunk in batch.own:
             self._blend(chunk, inputs)
-        _copy(batch.received)
-        for place in present:
-            if batch.matrices[place].layout.shards.partial:
-                self._add_contributions(bucket, batch, place, inputs)
-        self.progress.enter("orthogonalize", matrices)
+        batch.received.run()
+        for at in batch.sums:
+            if at in present:
+                self._add_contributions(bucket, batch, at, inputs)
+        self.progress.now = "orthogonalize", matrices
         self._orthogonalize(batch, present, inputs)
-        _copy(batch.results)
-        self.progress.enter("apply", matrices)
-        self._log("apply", matrices)
+        batch.results.run()
+        self.progress.now = "apply", matrices
+        if logs:
+            self._log("apply", matrices)
         self._apply(batch.applied, inputs)
 
     def clear_absent(self, bucket: LocalBucket, inputs: StepInputs) -> None:
@@ -307,7 +327,6 @@ class MuonCompute:
         results: list[Pair] = []
         applied: list[Entry] = []
         for matrix, of_matrix in zip(matrices, whole.unbind(), strict=True):
-            # The contributions to a sum are added one after another.
             if not matrix.layout.shards.partial:
                 for region in matrix.sent:
                     sent.append(Entry(matrix, region, region.of_matrix(of_matrix)))
@@ -321,9 +340,12 @@ class MuonCompute:
             matrices,
             whole,
             own=self._blended(sent),
-            received=_joined_pairs(received),
-            results=_joined_pairs(results),
+            received=Copies.of(_joined_pairs(received)),
+            results=Copies.of(_joined_pairs(results)),
             applied=self._updated(applied),
+            sums=[
+                at for at, matrix in enumerate(matrices) if matrix.layout.shards.partial
+            ],
         )
 
     def _chunks(
@@ -374,9 +396,13 @@ class MuonCompute:
         """
         momenta, gradients = [], []
         for matrix, region, _ in chunk.entries:
-            of_param = inputs.of(matrix.param_index)
-            momenta.append(region.of_local(of_param.momentum))
-            gradients.append(region.of_local(of_param.start_of_lerp))
+            of_param = inputs.params[matrix.param_index]
+            momentum = region.of_local(of_param.momentum)
+            momenta.append(momentum)
+            if of_param.gradient is None:
+                gradients.append(momentum)
+            else:
+                gradients.append(region.of_local(of_param.gradient))
         out = None
         if self.is_cpu:
             out = self.memory.scratch(momenta[0].shape, momenta[0])
@@ -418,7 +444,7 @@ class MuonCompute:
             (shards.contribution_of(rank), region, view)
             for rank, region, view in bucket.gather_recv.of(matrix.index)
         ]
-        momentum = inputs.of(matrix.param_index).momentum
+        momentum = inputs.params[matrix.param_index].momentum
         for region in matrix.sent:
             prepared = torch.empty_like(region.of_local(momentum))
             entry = Entry(matrix, region, prepared)
@@ -431,13 +457,15 @@ class MuonCompute:
     def _apply(self, chunks: Sequence[Chunk], inputs: StepInputs) -> None:
         """Decays regions of parameters, and updates those that have an update."""
         for chunk in chunks:
-            group, shape, entries, tensors = chunk.present(inputs)
+            if not inputs.is_complete:
+                chunk = chunk.present(inputs)
+            group, shape, entries, tensors = chunk
             if not entries:
                 continue
-            local = [
-                region.of_local(inputs.of(matrix.param_index).local)
-                for matrix, region, _ in entries
-            ]
+            local = []
+            for matrix, region, _ in entries:
+                of_param = inputs.params[matrix.param_index]
+                local.append(region.of_local(of_param.local))
             updates = None
             if tensors[0] is not None:
                 device = local[0].device
@@ -447,10 +475,9 @@ class MuonCompute:
             inputs.formulas[group].apply(local, updates, shape)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
-        if log.isEnabledFor(logging.DEBUG):
-            for matrix in matrices:
-                values = self.rank, phase, matrix.layout.describe(), matrix.owner
-                log.debug("rank %d: %s %s, owner %d", *values)
+        for matrix in matrices:
+            values = self.rank, phase, matrix.layout.describe(), matrix.owner
+            log.debug("rank %d: %s %s, owner %d", *values)
 
     def _log_received(
         self, flight: InFlight, received: Any, inputs: StepInputs
@@ -489,21 +516,16 @@ def _part_of(batch: Batch, present: Sequence[int]) -> Batch:
                 found.append(chunk._replace(entries=entries, tensors=tensors))
         return found
 
-    def pairs(bound: Sequence[Pair]) -> list[Pair]:
-        return [pair for pair in bound if pair.matrix.index in indices]
+    def copies(bound: Copies) -> Copies:
+        pairs = [Pair(*pair) for pair in zip(*bound) if pair[0].index in indices]
+        return Copies.of(pairs)
 
     return batch._replace(
         own=chunks(batch.own),
-        received=pairs(batch.received),
-        results=pairs(batch.results),
+        received=copies(batch.received),
+        results=copies(batch.results),
         applied=chunks(batch.applied),
     )
-
-
-def _copy(pairs: Sequence[Pair]) -> None:
-    if pairs:  # Foreach functions refuse empty lists.
-        targets = [pair.target for pair in pairs]
-        torch._foreach_copy_(targets, [pair.source for pair in pairs])
 
 
 def _joined_entries(entries: Sequence[Entry]) -> list[Entry]:

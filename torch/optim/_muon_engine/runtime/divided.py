@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import _addmm, NS_DTYPE, Products, products_for
-from ..process_groups import group_ranks, Ranks
+from ..process_groups import group_ranks, OWN_ERRORS, Ranks
 from ..schedule.packs import Schedule
 from .matrices import LocalMatrix
-from .transport import naming
+from .transport import collective_error
 
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their
@@ -70,8 +70,13 @@ class DividedProducts(Products):
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Runs a collective of the owners. Other errors of Newton-Schulz are this rank's own."""
-        with naming("Newton-Schulz", [self._matrix], self._ranks):
+        try:
             collective(*tensors, group=self._group)
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:
+            failed = "Newton-Schulz", [self._matrix], self._ranks
+            raise collective_error(*failed, error) from error
 
     def connect(self) -> None:
         """Runs each collective in its size, by which NCCL chooses an algorithm, and connects for it."""

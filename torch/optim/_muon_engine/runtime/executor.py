@@ -30,19 +30,16 @@ class Compute(Protocol):
 
 
 class Progress:
-    """Which phase of a step is running, and for which matrices or parameters."""
+    """Which phase of a step is running, and for which matrices or parameters; ("", ()) between steps."""
 
     def __init__(self) -> None:
-        self._phase = ""
-        self._subjects: Sequence[Any] = ()
-
-    def enter(self, phase: str, subjects: Sequence[Any] = ()) -> None:
-        self._phase, self._subjects = phase, subjects
+        self.now: tuple[str, Sequence[Any]] = ("", ())
 
     def __str__(self) -> str:
-        """For errors; "" between steps."""
-        described = [subject.described for subject in self._subjects]
-        return f"{self._phase} of {listed(described)}" if self._phase else ""
+        """For errors."""
+        phase, subjects = self.now
+        described = [subject.described for subject in subjects]
+        return f"{phase} of {listed(described)}" if phase else ""
 
 
 class Executor:
@@ -69,7 +66,7 @@ class Executor:
         """Makes a step."""
         with self.memory:
             for operation, flight, label in self._operations:
-                self._progress.enter(operation.action.value, flight.matrices)
+                self._progress.now = operation.action.value, flight.matrices
                 with _RecordFunctionFast(label):
                     self._run(operation, inputs)
 

@@ -50,7 +50,7 @@ class LocalMatrix:
 
     def status(self, inputs: StepInputs) -> Status:
         """The status of the gradient in this step, as this rank sees it."""
-        of_param = inputs.of(self.param_index)
+        of_param = inputs.params[self.param_index]
         if of_param.problem:
             return Status.UNUSABLE
         if not self.knows_gradient:

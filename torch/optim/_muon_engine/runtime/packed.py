@@ -111,7 +111,7 @@ class PackedStep:
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
         matrices = [m for s in self.side_channel.statuses for m in s.matrices]
-        self.progress.enter("statuses", matrices)
+        self.progress.now = "statuses", matrices
         with drained(self._flights):
             return self.side_channel.share(step, inputs)
 
@@ -122,7 +122,7 @@ class PackedStep:
             inputs.place_gradients(self._ordered)
             self._executor.run(inputs)
             self.side_channel.finish(inputs)
-        self.progress.enter("")
+        self.progress.now = "", ()
 
     def mismatch(self) -> str:
         """How ranks differed in the last step, if nobody knows yet. Waits."""

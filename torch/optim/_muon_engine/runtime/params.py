@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._muon_split import Split
 from ..layouts import dtensor, Key
 
 
@@ -25,31 +24,20 @@ class Param:
         self.config_index = index
         self.group = group
         self.formulas = formulas
+        # How it becomes matrices: ``split`` and ``flatten``.
+        self.form = formulas.form
         # The properties that the layout is read from. Every step compares them.
         self.traits = dtensor.traits_of(tensor)
+        # Whether it took no gradients when the engine was built.
+        self.frozen: bool = self.traits[0]
 
     @property
     def described(self) -> str:
         return self.key.describe(self.tensor.shape)
 
-    @property
-    def form(self) -> tuple[Split, bool]:
-        return self.formulas.form
-
-    @property
-    def frozen(self) -> bool:
-        """Whether it took no gradients when the engine was built."""
-        return self.traits[0]
-
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is this parameter, and its layout is that of the build."""
         return self.tensor is tensor and self.traits == dtensor.traits_of(tensor)
-
-    def check_form(self, formulas: Any) -> None:
-        if self.form != formulas.form:
-            raise ValueError(
-                f"split or flatten of {self.described} was {self.form}, and is now {formulas.form}: set it back, or build a new Muon"
-            )
 
 
 class ParamInputs:
@@ -62,10 +50,10 @@ class ParamInputs:
         tensor = param.tensor
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = _new_momentum(tensor, gradient)
-        else:
+            buffer = state["momentum_buffer"] = _new_momentum(tensor, gradient)
+        elif not isinstance(buffer, Tensor) or not dtensor.fits(tensor, buffer):
             buffer = dtensor.fitting_momentum(tensor, buffer, param.described)
-        state["momentum_buffer"] = buffer
+            state["momentum_buffer"] = buffer
         self.param = param
         self.local = dtensor.local_part(tensor)
         self.momentum = dtensor.local_part(buffer)
@@ -76,11 +64,6 @@ class ParamInputs:
         self.problem = ""
         if gradient is not None:
             self.problem = dtensor.problem_with(tensor, gradient)
-
-    @property
-    def start_of_lerp(self) -> Tensor:
-        """First operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
-        return self.momentum if self.gradient is None else self.gradient
 
     def place_gradient(self, flatten: bool) -> None:
         """Sets ``gradient``: placed like the parameter, if need be by a collective of DTensor's, and in the dtype of
@@ -109,8 +92,8 @@ class StepInputs:
     ) -> None:
         # A MuonFormulas for each parameter group.
         self.formulas = formulas
-        # By the index of the parameter; None for a frozen one.
-        self._params = params
+        # A ParamInputs by the index of each parameter; None for a frozen one.
+        self.params: Sequence[Any] = params
         self.trained = [inputs for inputs in params if inputs is not None]
         self.problems = [
             f"{inputs.param.described}: {inputs.problem}"
@@ -122,25 +105,18 @@ class StepInputs:
             inputs.user_gradient is not None for inputs in self.trained
         )
 
-    def of(self, param_index: int) -> ParamInputs:
-        """The tensors of a parameter that takes gradients."""
-        inputs = self._params[param_index]
-        if inputs is None:
-            raise KeyError(param_index)
-        return inputs
-
     def place_gradients(self, order: Sequence[Param]) -> None:
         """Brings gradients to the placements of their parameters. All ranks have one ``order`` of parameters."""
         for param in order:
             if not param.frozen:
                 flatten = self.formulas[param.group].flatten
-                self.of(param.key.index).place_gradient(flatten)
+                self.params[param.key.index].place_gradient(flatten)
 
     def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""
         momenta, gradients = [], []
         for index in param_indices:
-            inputs = self.of(index)
+            inputs = self.params[index]
             if inputs.gradient is not None:
                 momenta.append(inputs.momentum)
                 gradients.append(inputs.gradient)

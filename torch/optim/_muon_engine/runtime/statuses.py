@@ -114,6 +114,8 @@ class Statuses(InFlight):
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
         # Whether ranks differ, for the groups that overlap others.
         self._flag = torch.zeros(1, dtype=torch.int64, device=device)
+        # Whether this rank knew of a problem in the last step.
+        self._has_problem = False
         # Whether the result in ``_host`` is unread, and lacks the second all-reduce.
         self._is_new = self._is_partial = False
 
@@ -122,6 +124,7 @@ class Statuses(InFlight):
         self._own[0, _Header.STEP] = step
         self._own[0, _Header.MINUS_STEP] = -step
         self._own[0, _Header.ELSEWHERE] = differs
+        self._has_problem = differs or bool(inputs.problems)
         for group, places in self._rows_of_group.items():
             digest = inputs.formulas[group].digest
             self._own[places, _Column.OPTIONS] = digest
@@ -206,11 +209,14 @@ class Statuses(InFlight):
             stream = torch.accelerator.current_stream(self.device)
             self._copied = stream.record_event(self._copied)
 
-    def _result(self) -> list[list[int]]:
-        """The rows that were reduced: the header, and one for each gradient. Waits."""
+    def _wait_for_result(self) -> None:
         self._fetch()
         if self._copied is not None:
             self._copied.synchronize()
+
+    def _result(self) -> list[list[int]]:
+        """The rows that were reduced: the header, and one for each gradient. Waits."""
+        self._wait_for_result()
         return self._host[: len(self._rows) + 1].tolist()
 
     def mismatch(self, inputs: StepInputs | None = None) -> str:
@@ -220,6 +226,8 @@ class Statuses(InFlight):
         if not self._is_new or is_dry_run():
             return ""  # Fake tensors have no values.
         self._is_new = False
+        if not self._is_partial and self._agree():
+            return ""
         header, *rows = self._result()
         text = self._other_program(header)
         if self._is_partial and not text:
@@ -228,6 +236,14 @@ class Statuses(InFlight):
             rows = self._result()[1:]
         text = text or self._difference(rows, inputs)
         return text or (OTHER_GROUP if header[_Header.ELSEWHERE] else "")
+
+    def _agree(self) -> bool:
+        """Whether no rank said anything else than this one, which has no problem. Then the maxima are its own rows."""
+        if self._has_problem:
+            return False
+        self._wait_for_result()
+        count = len(self._rows) + 1
+        return torch.equal(self._host[:count], self._own[:count])
 
     def _other_program(self, header: Sequence[int]) -> str:
         """Whether the ranks are in different steps, or step different optimizers."""
@@ -369,7 +385,7 @@ def _described(row: Sequence[LocalMatrix]) -> str:
 def _digest_of(row: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
     """32 bits of a sum over the bits of the matrices' values: a scalar integer on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = inputs.of(row[0].param_index).local
+    local = inputs.params[row[0].param_index].local
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for region in (region for matrix in row for region in matrix.shard):
         values = region.of_local(local)

@@ -1,8 +1,7 @@
 """The packed memory of each bucket and the all-to-alls that move it."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,22 +51,16 @@ class CollectiveError(RuntimeError):
         self.ranks = ranks
 
 
-@contextmanager
-def naming(
-    collective: str, matrices: Sequence[LocalMatrix], ranks: Ranks
-) -> Iterator[None]:
-    """Adds to a backend's error which collective failed and which matrices it carried."""
-    try:
-        yield
-    except OWN_ERRORS:
-        raise  # This rank's note tells the others.
-    except RuntimeError as error:
-        carried = listed([matrix.described for matrix in matrices])
-        raise CollectiveError(
-            f"the {collective}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
-            f"not call step(), or changed its parameters alone: {error}",
-            ranks,
-        ) from error
+def collective_error(
+    collective: str, matrices: Sequence[Any], ranks: Ranks, error: RuntimeError
+) -> CollectiveError:
+    """A backend's ``error``, with the collective that failed and the matrices that it carried."""
+    carried = listed([matrix.described for matrix in matrices])
+    return CollectiveError(
+        f"the {collective}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
+        f"not call step(), or changed its parameters alone: {error}",
+        ranks,
+    )
 
 
 class InFlight:
@@ -83,8 +76,12 @@ class InFlight:
 
     def launch(self, name: str, start: Callable[..., Any], *memory: Any) -> None:
         """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
-        with naming(name, self.matrices, self.ranks):
+        try:
             work = start(*memory)
+        except OWN_ERRORS:
+            raise  # This rank's note tells the others.
+        except RuntimeError as error:
+            raise self._failed(name, error) from error
         if work is not None:
             self.works.append((name, work, (start, memory)))
 
@@ -92,8 +89,15 @@ class InFlight:
         """Waits for all of them. Raises CollectiveError if one failed."""
         while self.works:
             name, work, _ = self.works.pop(0)
-            with naming(name, self.matrices, self.ranks):
+            try:
                 work.wait()
+            except OWN_ERRORS:
+                raise
+            except RuntimeError as error:
+                raise self._failed(name, error) from error
+
+    def _failed(self, name: str, error: RuntimeError) -> CollectiveError:
+        return collective_error(name, self.matrices, self.ranks, error)
 
 
 class LocalBucket(InFlight):

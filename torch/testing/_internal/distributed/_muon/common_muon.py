@@ -258,7 +258,7 @@ def as_on_an_accelerator(optimizer):
     for statuses in runner.side_channel.statuses:
         statuses.device = device
     # The next step binds its lists again.
-    runner.compute._compute_keys = {}
+    runner.compute.is_cpu, runner.compute._compute_keys = False, {}
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
