@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from ._muon_engine.layouts import fsdp1, matrix_shape
+from ._muon_engine.layouts import fsdp1, fsdp2, matrix_shape
 from ._muon_engine.process_groups import listed, process_rank
 from ._muon_split import Split
 
@@ -44,6 +44,7 @@ def partition(
     takes_stacks: bool,
 ) -> tuple[list, list]:
     """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
+    fsdp2.check_resharded(module)
     tensors = list(fsdp1.logical_matrices(module))
     shapes = {name: tuple(shape) for _, _, inside in tensors for name, shape in inside}
     patterns = [exclude] if isinstance(exclude, str) else exclude

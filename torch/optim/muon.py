@@ -218,10 +218,13 @@ def partition_parameters(
         tuple of two lists of Parameter: matrices and others, in the order of ``module.parameters()``.
 
     Raises:
-        ValueError: a flat FSDP1 parameter holds matrices together with others.
+        ValueError: a flat FSDP1 parameter holds matrices together with others, or FSDP2 has unsharded parameters,
+            as after a forward without a backward.
     """
     from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices, mixed
+    from torch.optim._muon_engine.layouts.fsdp2 import check_resharded
 
+    check_resharded(module)
     matrices, others = [], []
     for name, param, inside in logical_matrices(module):
         are_matrices = {len(shape) == 2 for _, shape in inside}
@@ -269,7 +272,8 @@ def partition_named_parameters(
         parameter groups, one for each split. Names lack the prefixes of wrappers.
 
     Raises:
-        ValueError: a flat FSDP1 parameter mixes both or different splits, or a pattern matches no name.
+        ValueError: a flat FSDP1 parameter mixes both or different splits, a pattern matches no name, or FSDP2 has
+            unsharded parameters, as after a forward without a backward.
     """
     from torch.optim._muon_partition import partition
 
