@@ -391,13 +391,143 @@ class TestPartition(TestCase):
             self.assertEqual(rest, ["token.weight", "fc.weight"])
 
     def test_few_rows_at_the_end_are_an_output_head(self):
-        few = "output head: few rows at the end"
+        few = "output head: few rows"
         block = {"up": linear(16), "down": linear(WIDTH, 16)}
         # A layer takes eight outputs, and three are too many for 16 columns.
         for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
             for end in linear(rows, columns), lora(linear(rows, columns)):
                 self.expect({"block": (block, ""), "summary": (end, why)})
         self.expect({"kv": [(linear(2, 16), ""), (linear(2, 16), "")]})
+
+    def test_heads_in_any_order(self):
+        """Only the last matrix was looked at, so that the order of registration decided."""
+        few = "output head: few rows"
+        parts = {
+            "actor": (linear(6, 64), few),
+            "critic_values": (linear(3, 64), few),
+            # An MLP for boxes. Its last layer alone gives an output.
+            "box": ([linear(64, 64), linear(64, 64)], ""),
+            "to_box": (
+                [linear(64, 64), linear(4, 64)],
+                {"0.weight": "", "1.weight": few},
+            ),
+            "blocks": (
+                [{"up": linear(128, 64), "down": linear(64, 128)} for _ in "ab"],
+                "",
+            ),
+            # A bottleneck.
+            "small": ({"down": linear(2, 64), "up": linear(64, 2)}, ""),
+        }
+        for order in itertools.permutations(parts):
+            self.expect({name: parts[name] for name in order})
+
+    def test_heads_that_give_what_the_first_layer_takes(self):
+        """Diffusion: the size of the patches, or of what the first layer takes, made the head a hidden layer."""
+        few = "output head: few rows"
+        blocks = [{"down": linear(8, 64), "up": linear(64, 8)} for _ in "ab"]
+        parts = {
+            "time": ([linear(64, 16), linear(64, 64)], ""),
+            "embedder": (linear(64, 4), ""),
+            "blocks": (blocks, ""),
+            "proj_out": (nn.Linear(64, 4), {"weight": few, "bias": "1D"}),
+            "ada_norm": (linear(192, 64), ""),
+            # Layers in blocks take its rows.
+            "bottleneck": (linear(8, 64), ""),
+        }
+        self.expect(parts)
+        # Convolutions take and give channels. The size of a kernel is no number of features.
+        patches = nn.Conv2d(4, 64, 3, bias=False), "4D"
+        self.expect({**parts, "embedder": patches})
+        more = {"classes": (linear(3, 64), few), "last": (nn.Conv2d(64, 64, 3, bias=False), "4D")}
+        self.expect({**parts, "embedder": patches, **more})
+        # An autoencoder: a hidden layer takes the latents, which come before it.
+        inner = {"first": (linear(64, 32), ""), "latents": (linear(4, 64), "")}
+        self.expect(
+            {**inner, "second": (linear(64, 4), ""), "last": (linear(32, 64), "")}
+        )
+        # An embedding gives features too, so a layer that takes as many is no first layer.
+        token = nn.Embedding(30, 8), "embedding"
+        wide = {"widen": (linear(64, 8), ""), "narrow": (linear(8, 64), "")}
+        self.expect({"token": token, **wide})
+
+    def test_few_rows_inside_blocks(self):
+        """Blocks of two kinds have a single layer each, and some have lists of one block."""
+        parts = {
+            "layers": [
+                {"gate": (linear(2, 16), ""), "up": (linear(16, 16), "")},
+                {"other": (linear(3, 24), ""), "up": (linear(24, 16), "")},
+            ],
+            "end": (linear(16, 24), ""),
+        }
+        self.expect(parts)
+        # The last matrix: a list of MLPs, which may all be the same.
+        boxes = [(linear(16, 16), ""), (linear(2, 16), "output head: few rows")]
+        self.expect({**parts, "box_embed": [boxes]})
+
+    def test_last_matrix_of_a_convolutional_model(self):
+        """timm's last_linear and classif, which have many rows."""
+
+        def convolutions():
+            channels = (3, 8), (8, 16), (16, 64)
+            return [(nn.Conv2d(n, m, 3, bias=False), "4D") for n, m in channels]
+
+        why = "output head: no convolution takes its rows"
+        gate = {"down": (linear(8, 16), ""), "up": (linear(16, 8), "")}
+        features = {
+            "features": convolutions(),
+            "gate": gate,
+            "qkv": (linear(48, 64), ""),
+        }
+        features["last"] = linear(40, 64), why
+        with self.subTest("few matrices"):
+            self.expect({"more": convolutions(), **features})
+        features["last"] = linear(40, 64), ""
+        with self.subTest("many matrices"):
+            self.expect(features)
+
+    def test_few_rows_in_muon_are_marked(self):
+        parts = {
+            "kv": [linear(2, 16), linear(2, 16)],
+            "qkv": [linear(2, 32), linear(2, 32)],
+        }
+        parts |= {"adapted": lora(linear(16, 16))}
+        lines, _ = printed(tree(parts), split={"qkv.*": (1, 1)})
+        marked = [
+            line.partition(" ")[0] for line in lines if line.endswith(", few rows")
+        ]
+        self.assertEqual(
+            marked, ["kv.0.weight", "kv.1.weight", "qkv.0.weight", "qkv.1.weight"]
+        )
+
+    def test_hidden_layers_in_a_module_named_like_a_head(self):
+        """RT-DETR's query_pos_head embeds boxes. It takes four features, which no hidden layer gives."""
+        parts = {
+            "query_pos_head": ([linear(64, 4), linear(32, 64)], ""),
+            "reward_head": ([linear(32, 32), linear(32, 32)], "output head: in reward_head"),
+            "lm_heads": ([linear(320, 32), linear(320, 32)], "output head: in lm_heads"),
+            "enc_class_embed": ([linear(2, 32), linear(2, 32)], "output head: in enc_class_embed"),
+            "boxes": ([linear(32, 32), linear(4, 32)], {"0.weight": "", "1.weight": "output head: few rows"}),
+        }  # fmt: skip
+        boxes = {"boxes": parts.pop("boxes")}
+        for order in itertools.permutations(parts):
+            self.expect({name: parts[name] for name in order} | boxes)
+
+    def test_kernels_without_matrices(self):
+        """torch said "optimizer got an empty parameter list"."""
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten())
+        model.append(nn.Linear(8, 5))
+        pattern = (
+            r"no hidden matrix, but kernels: 0\.weight, 1\.weight\. .*flatten=True"
+        )
+        for split in (None, {}):
+            with self.assertWarnsRegex(UserWarning, pattern):
+                matrices, _ = partition_named_parameters(model, split=split)
+            self.assertEqual(matrices, [])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            partition_named_parameters(nn.Linear(8, 1))
+            model.append(nn.Linear(5, 5))
+            partition_named_parameters(model)
 
     def test_layers_in_a_module_named_like_a_head(self):
         def two():
@@ -503,7 +633,13 @@ class TestPartition(TestCase):
         norms = nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))
         model = {"block": (bare, why), "position_embeddings": own}
         model |= {"ln": (norms[0], table), "q": (norms[1], table)}
-        self.expect({**model, "linear_pos": (linear(6), "")})
+        # A table of a module that is named like one, and learned queries.
+        model["pos_embed"] = Bare(height_rel=(6, 8)), table
+        model["projector"] = (
+            Bare(query=(6, 8), query_proj=(8, 8)),
+            {"query": table, "query_proj": ""},
+        )
+        self.expect({**model, "linear_pos": (linear(6), ""), "query": (linear(8), "")})
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

@@ -247,12 +247,18 @@ def partition_named_parameters(
     To the rest go
 
     - everything that is not 2D, and matrices of one row or column;
-    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions) or a bias;
-    - output heads: layers with as many rows as an embedding, and a last one with at least eight columns to a
-      row, unless hidden layers have this size; layers that are named like a head (``lm_head``, ``classifier``,
-      ``score`` and others) or are in a module with such a name; and an ``fc`` at the end of the model;
+    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions), queries or a bias;
+    - output heads by their size: layers with as many rows as an embedding, and layers with few rows (at least
+      eight columns to a row) that are outside of blocks, unless another layer takes as many columns. The model's
+      first layer does not count, because in diffusion it takes what the head gives. In a model of
+      convolutions, also a matrix with fewer rows than columns, if no convolution takes its rows;
+    - output heads by their name: layers that are named like a head (``lm_head``, ``classifier``, ``score`` and
+      others) or are in a module with such a name, and an ``fc`` at the end of the model;
     - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
+
+    Sizes do not tell all heads from bottlenecks. ``verbose=True`` marks each matrix with few rows that goes to
+    Muon: exclude those that are heads.
 
     Adapters go where their layer goes.
 
