@@ -438,7 +438,10 @@ class TestPartition(TestCase):
         # Convolutions take and give channels. The size of a kernel is no number of features.
         patches = nn.Conv2d(4, 64, 3, bias=False), "4D"
         self.expect({**parts, "embedder": patches})
-        more = {"classes": (linear(3, 64), few), "last": (nn.Conv2d(64, 64, 3, bias=False), "4D")}
+        more = {
+            "classes": (linear(3, 64), few),
+            "last": (nn.Conv2d(64, 64, 3, bias=False), "4D"),
+        }
         self.expect({**parts, "embedder": patches, **more})
         # An autoencoder: a hidden layer takes the latents, which come before it.
         inner = {"first": (linear(64, 32), ""), "latents": (linear(4, 64), "")}
@@ -716,6 +719,106 @@ class TestSplits(TestCase):
         wrapped.linear_qkv = tree(lora(linear(40)))
         (found,) = split_of(torch.compile(tree({"attention": wrapped})))
         self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
+
+    def test_heads(self):
+        """Each head is a part. Latent attention has its queries, keys without positions, and values apart."""
+        latent = {"qk_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 4}
+        # DeepSeek-V2 has the size of the positions by this name.
+        latent["head_dim"] = 2
+        falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4} | new(1, 0)
+        phi = {"num_key_value_heads": 2, "head_dim": 4, "num_key_value_groups": 3}
+        gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
+        config = {"config": SimpleNamespace(**HEADS)}
+        columns = {"sizes": (4,) * 6, "repeats": 1, "dim": 1}
+        qkv, q = "query_key_value.weight", "q_proj.weight"
+        cases = (
+            ("LlamaAttention", q, (24, 8), (4,) * 6, {"head_dim": 4}),
+            ("LlamaAttention", "k_proj.weight", (8, 8), (4, 4), {"head_dim": 4}),
+            ("BertSelfAttention", "value.weight", (8, 8), (4, 4), {"attention_head_size": 4}),
+            ("T5Attention", "q.weight", (8, 8), (4, 4), {"key_value_proj_dim": 4}),
+            ("torchtitan.Attention", "wv.weight", (8, 8), (4, 4), {"head_dim": 4}),
+            ("diffusers.Attention", "to_k.weight", (8, 9), (4, 4), {"inner_dim": 8, "heads": 2}),
+            ("Qwen3NextAttention", q, (24, 8), (4,) * 6, gate),
+            ("DeepseekV2Attention", "q_b_proj.weight", (16, 5), (8, 8), latent),
+            ("MLA", "wq_b.weight", (16, 5), (8, 8), latent),
+            ("MiMoAttention", "v_proj.weight", (8, 8), (4, 4), {"head_dim": 8, "v_head_dim": 4}),
+            ("DeepseekV2Attention", "kv_b_proj.weight", (20, 5), (6, 4) * 2, latent),
+            ("FalconAttention", qkv, (40, 8), (4,) * 10, falcon),
+            ("Phi3Attention", "qkv_proj.weight", (40, 8), (4,) * 10, phi),
+            ("GPT2Attention", "c_attn.weight", (8, 24), columns, {"head_dim": 4}),
+            ("OpenAIAttention", "c_attn.weight", (8, 24), columns, {"split_size": 8, "n_head": 2}),
+            ("SelfAttention", "linear_qkv.weight", (40, 8), (4,) * 10, config),
+        )  # fmt: skip
+        parts = {
+            f"n{at}": known(kind, weight, shape, **attributes)
+            for at, (kind, weight, shape, _, attributes) in enumerate(cases)
+        }
+        expected = {f"n{at}.{case[1]}": case[3] for at, case in enumerate(cases)}
+        parts["torch"] = nn.MultiheadAttention(8, 2, kdim=6)
+        torchs = [f"torch.{kind}_proj_weight" for kind in "qkv"]
+        parts["fused"] = nn.MultiheadAttention(8, 2)
+        expected |= dict.fromkeys(torchs, (4, 4)) | {"fused.in_proj_weight": (4,) * 6}
+        # Other fused weights keep their split.
+        parts["mlp"] = known("transformers.QuickMLP", "gate_up_proj.weight", (10, 8))
+        expected["mlp.gate_up_proj.weight"] = (5, 5)
+        # Sizes that are unknown or do not fit, a single head, other layers, a table.
+        bloom = {"head_dim": 4}
+        whole = (
+            ("LlamaAttention", q, (24, 8), {}),
+            ("LlamaAttention", q, (24, 8), {"head_dim": 5}),
+            ("LlamaAttention", q, (24, 8), {"head_dim": 24}),
+            ("LlamaAttention", "o_proj.weight", (24, 8), bloom),
+            ("LlamaMLP", q, (24, 8), bloom),
+            ("Attention", "q_proj.weight", (24, 2, 8), bloom),
+        )
+        for at, (kind, weight, shape, attributes) in enumerate(whole):
+            parts[f"w{at}"] = known(kind, weight, shape, **attributes)
+        for name, attributes in ("mpt", {}), ("unfit", {"head_dim": 5}):
+            parts[name] = known("MptAttention", "Wqkv.weight", (24, 8), **attributes)
+            expected[f"{name}.Wqkv.weight"] = (8, 8, 8)
+        self.assertEqual(split_of(tree(parts), heads=True), expected)
+        self.assertNotIn("n0.q_proj.weight", split_of(tree(parts)))
+
+    def test_heads_are_parameters_of_their_own(self):
+        """Each has its own Newton-Schulz and the scale of its own shape, bit for bit."""
+        sizes = {"q_proj": [4] * 6, "k_proj": [4] * 2, "c_attn": [4] * 6}
+        attention = {"head_dim": 4, "qk_nope_head_dim": 3, "v_head_dim": 5}
+        sizes |= {"kv_b_proj": [3, 5] * 2, "v_proj": [5] * 3}
+        for scale in ("original", "match_rms_adamw", "spectral_unclamped"):
+            parts, alone = {}, {}
+            for name, own in sizes.items():
+                dim = int(name == "c_attn")
+                shape = (8, sum(own)) if dim else (sum(own), 9)
+                kind = "LlamaAttention"
+                attributes = {"head_dim": 4} if dim else attention
+                parts[name] = known(kind, f"{name}.weight", shape, **attributes)
+                (weight,) = parts[name].parameters()
+                nn.init.normal_(weight)
+                alone[name] = [
+                    nn.Parameter(head.clone())
+                    for head in weight.detach().split(own, dim)
+                ]
+            model = tree(parts)
+            splits = split_of(model, heads=True)
+            options = {"lr": 0.1, "adjust_lr_fn": scale}
+            groups, _ = partition_named_parameters(model, split=splits)
+            muons = (
+                Muon(groups, **options),
+                Muon(itertools.chain(*alone.values()), **options),
+            )
+            for _ in range(2):
+                for name, heads in alone.items():
+                    (weight,) = model[name].parameters()
+                    dim = int(name == "c_attn")
+                    weight.grad = torch.randn(weight.shape)
+                    for head, grad in zip(heads, weight.grad.split(sizes[name], dim)):
+                        head.grad = grad
+                for muon in muons:
+                    muon.step()
+            for name, heads in alone.items():
+                (weight,) = model[name].parameters()
+                whole = torch.cat(heads, int(name == "c_attn"))
+                self.assertEqual(weight, whole, rtol=0, atol=0, msg=f"{scale} {name}")
 
     def test_class_of_the_same_name(self):
         for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):

@@ -208,7 +208,7 @@ class _Sizes:
         )
 
     def why_head(self, p: _Param) -> str:
-        """Why a matrix is an output head, by its size; "" if it is none."""
+        """Why a matrix is an output head, by its size; "" if it is not."""
         rows, takers = p.shape[0], self.takers[p.shape[0]]
         # A list of heads, each for another token, is no list of blocks.
         if rows in self.vocabularies and not takers:

@@ -286,21 +286,26 @@ def partition_named_parameters(
     return partition(module, exclude, verbose, split, allow_batched_matrices)
 
 
-def split_of(module: nn.Module) -> dict[str, Any]:
+def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     r"""Finds how the fused weights of a well-known model are cut into matrices.
 
     It knows layers of transformers, torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the
     names and attributes of their classes. The result lacks fused weights of other classes.
 
+    With ``heads``, each head of attention is a matrix of its own. Plain projections of queries, keys and values
+    have a split then, too. Of latent attention (MLA), the projections from the latents to the heads have one,
+    where each head has its queries, its keys without positions and its values.
+
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
+        heads (bool, optional): whether to cut queries, keys and values into heads (default: False)
 
     Returns:
         dict: name of a parameter -> the option ``split`` of its parameter group.
     """
     from torch.optim._muon_fused import split_of
 
-    return split_of(module)
+    return split_of(module, heads)
 
 
 DistributedConfig.__module__ = __name__
