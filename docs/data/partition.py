@@ -4,15 +4,18 @@ import contextlib
 import io
 import re
 
+import diffusers
 import peft
 import timm
 import torch
 import torchvision
 import transformers
+from torch import nn
 from torch.optim.muon import partition_named_parameters, split_of
 
 
-TRANSFORMERS = """BartForSequenceClassification BertForPreTraining CLIPModel GPT2LMHeadModel DeepseekV3ForCausalLM
+TRANSFORMERS = """AriaForConditionalGeneration BartForSequenceClassification BertForPreTraining CLIPModel DecisionTransformerModel GPT2LMHeadModel
+DeepseekV3ForCausalLM LwDetrForObjectDetection RTDetrForObjectDetection
 DetrForObjectDetection FalconForCausalLM FlaubertForSequenceClassification FunnelForMaskedLM GPTNeoXForCausalLM
 Gemma3ForCausalLM GptOssForCausalLM JetMoeForCausalLM Kosmos2ForConditionalGeneration LlamaForCausalLM MambaForCausalLM
 MixtralForCausalLM MusicgenForCausalLM PI0ForConditionalGeneration PerceiverForSequenceClassification
@@ -25,7 +28,33 @@ LORA = {
     "MixtralForCausalLM": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "OPTForCausalLM": {"modules_to_save": ["lm_head", "embed_tokens"]},
 }
-TIMM = "deit_tiny_distilled_patch16_224 levit_128s mixer_s32_224 swin_tiny_patch4_window7_224"
+DIFFUSERS = """AutoencoderKL AutoencoderKLMochi DiTTransformer2DModel FluxTransformer2DModel HunyuanVideoTransformer3DModel
+PixArtTransformer2DModel QwenImageTransformer2DModel SD3Transformer2DModel UNet2DConditionModel WanTransformer3DModel"""
+TIMM = """botnet26t_256 coatnet_0_rw_224 convnext_tiny deit_tiny_distilled_patch16_224 efficientnet_b0 halonet26t
+inception_resnet_v2 inception_v4 legacy_senet154 levit_128s mixer_s32_224 nasnetalarge swin_tiny_patch4_window7_224
+swinv2_tiny_window8_256 vit_srelpos_small_patch16_224"""
+
+
+class TwoHeads(nn.Module):
+    """An actor and a critic, or boxes and classes, in this order or the other one."""
+
+    def __init__(self, **heads):
+        super().__init__()
+        layers = nn.TransformerEncoderLayer(256, 8, 1024)
+        self.body = nn.TransformerEncoder(layers, num_layers=2)
+        for name, rows in heads.items():
+            setattr(self, name, nn.Linear(256, rows))
+
+
+# Two classes for each of two tasks, too, and as many classes as no rule can tell from a hidden layer.
+TWO_HEADS = (
+    {"policy": 6, "value": 1},
+    {"value": 1, "policy": 6},
+    {"boxes": 4, "classes": 20},
+    {"classes": 20, "boxes": 4},
+    {"boxes": 4, "classes": 91},
+    {"first_task": 2, "second_task": 2},
+)
 
 
 def models():
@@ -33,6 +62,10 @@ def models():
         model = (cls := getattr(transformers, name))(cls.config_class())
         lora = options and peft.get_peft_model(model, peft.LoraConfig(**options))
         yield (f"{name}, LoRA {options}", lora) if lora else (name, model)
+    for name in DIFFUSERS.split():
+        yield f"diffusers {name}", getattr(diffusers, name)()
+    for heads in TWO_HEADS:
+        yield f"a transformer with heads {heads}", TwoHeads(**heads)
     for name in TIMM.split():
         yield f"timm {name}", timm.create_model(name)
     for name in ("googlenet", "resnet18", "swin_v2_t", "vgg11", "vit_b_16"):

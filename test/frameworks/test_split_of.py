@@ -181,6 +181,69 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
             assert torch.equal(part, mask), full
 
 
+# Weights, and the operands of attention whose heads they give.
+PLAIN = {f"{name[0]}_proj.weight": (name,) for name in QKV}
+BERT = {f"self.{name}.weight": (name,) for name in QKV}
+MLA = {"q_b_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]}
+INDEXED = {"index_n_heads": 2, "index_head_dim": 6, "index_topk": 6}
+KIMI = DEEPSEEK | FULL | {"q_lora_rank": None}
+# A model, its options, and the weights of its attention.
+PER_HEAD = [
+    ("LlamaForCausalLM", {}, PLAIN),
+    ("Qwen3MoeForCausalLM", {}, PLAIN),
+    ("BertLMHeadModel", {}, BERT),
+    ("GPT2LMHeadModel", {}, C_ATTN),
+    ("GPTBigCodeForCausalLM", {"multi_query": False}, C_ATTN),
+    ("GPTNeoXForCausalLM", {}, ATTENTION),
+    (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2}, ATTENTION),
+    ("Phi3ForCausalLM", {}, {"qkv_proj.weight": QKV}),
+    # Its other parts are the gates of the queries.
+    ("Qwen3NextForCausalLM", FULL, PLAIN),
+    ("DeepseekV2ForCausalLM", DEEPSEEK, MLA),
+    ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2}, MLA),
+    ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2, "q_lora_rank": None}, {"q_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]}),
+    ("KimiLinearForCausalLM", KIMI, {"q_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]}),
+    # GLM-5.
+    ("GlmMoeDsaForCausalLM", DEEPSEEK | INDEXED, MLA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "weights"), PER_HEAD)
+def test_heads_are_those_of_the_forward(name, options, weights):
+    model = tiny(name, options)
+    params, whole = dict(model.named_parameters()), split_of(model)
+    splits = split_of(model, heads=True)
+    of_attention = {
+        full: split for full, split in splits.items() if whole.get(full) != split
+    }
+    assert {
+        k for k in weights for f in of_attention if f.endswith(f".{k}")
+    } == weights.keys()
+    groups, _ = partition_named_parameters(
+        model, split=splits, allow_batched_matrices=True
+    )
+    Muon(groups, allow_batched_matrices=True)
+    calls = spied(model)
+    for full, split in of_attention.items():
+        (names,) = (weights[kind] for kind in weights if full.endswith(f".{kind}"))
+        expected = []
+        for operands in calls:
+            tensors = [operands[n] for n in names if n in operands]
+            if len(tensors) != len(names) or any(t.ndim != 4 for t in tensors):
+                continue
+            masks = [used(head, params[full]) for t in tensors for head in t.unbind(1)]
+            if masks[0].any():
+                expected = masks
+                break
+        assert expected
+        parts = elements(split, params[full])
+        found = [part for part in parts if any(torch.equal(part, m) for m in expected)]
+        # Each head of the forward is a part. Groups of queries share a key and a value.
+        assert all(any(torch.equal(part, m) for part in parts) for m in expected)
+        has_gates = name.startswith("Qwen3Next") and "q_proj" in full
+        assert len(parts) == len(found) * (1 + has_gates)
+
+
 def titan_linear(rows, columns):
     from torchtitan.models.common.linear import Linear
 

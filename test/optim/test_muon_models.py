@@ -397,13 +397,146 @@ class TestPartition(TestCase):
             self.assertEqual(rest, ["token.weight", "fc.weight"])
 
     def test_few_rows_at_the_end_are_an_output_head(self):
-        few = "output head: few rows at the end"
+        few = "output head: few rows"
         block = {"up": linear(16), "down": linear(WIDTH, 16)}
         # A layer takes eight outputs, and three are too many for 16 columns.
         for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
             for end in linear(rows, columns), lora(linear(rows, columns)):
                 self.expect({"block": (block, ""), "summary": (end, why)})
         self.expect({"kv": [(linear(2, 16), ""), (linear(2, 16), "")]})
+
+    def test_heads_in_any_order(self):
+        """Only the last matrix was looked at, so that the order of registration decided."""
+        few = "output head: few rows"
+        parts = {
+            "actor": (linear(6, 64), few),
+            "critic_values": (linear(3, 64), few),
+            # An MLP for boxes. Its last layer alone gives an output.
+            "box": ([linear(64, 64), linear(64, 64)], ""),
+            "to_box": (
+                [linear(64, 64), linear(4, 64)],
+                {"0.weight": "", "1.weight": few},
+            ),
+            "blocks": (
+                [{"up": linear(128, 64), "down": linear(64, 128)} for _ in "ab"],
+                "",
+            ),
+            # A bottleneck.
+            "small": ({"down": linear(2, 64), "up": linear(64, 2)}, ""),
+        }
+        for order in itertools.permutations(parts):
+            self.expect({name: parts[name] for name in order})
+
+    def test_heads_that_give_what_the_first_layer_takes(self):
+        """Diffusion: the size of the patches, or of what the first layer takes, made the head a hidden layer."""
+        few = "output head: few rows"
+        blocks = [{"down": linear(8, 64), "up": linear(64, 8)} for _ in "ab"]
+        parts = {
+            "time": ([linear(64, 16), linear(64, 64)], ""),
+            "embedder": (linear(64, 4), ""),
+            "blocks": (blocks, ""),
+            "proj_out": (nn.Linear(64, 4), {"weight": few, "bias": "1D"}),
+            "ada_norm": (linear(192, 64), ""),
+            # Layers in blocks take its rows.
+            "bottleneck": (linear(8, 64), ""),
+        }
+        self.expect(parts)
+        # Convolutions take and give channels. The size of a kernel is no number of features.
+        patches = nn.Conv2d(4, 64, 3, bias=False), "4D"
+        self.expect({**parts, "embedder": patches})
+        more = {
+            "classes": (linear(3, 64), few),
+            "last": (nn.Conv2d(64, 64, 3, bias=False), "4D"),
+        }
+        self.expect({**parts, "embedder": patches, **more})
+        # An autoencoder: a hidden layer takes the latents, which come before it.
+        inner = {"first": (linear(64, 32), ""), "latents": (linear(4, 64), "")}
+        self.expect(
+            {**inner, "second": (linear(64, 4), ""), "last": (linear(32, 64), "")}
+        )
+        # An embedding gives features too, so a layer that takes as many is no first layer.
+        token = nn.Embedding(30, 8), "embedding"
+        wide = {"widen": (linear(64, 8), ""), "narrow": (linear(8, 64), "")}
+        self.expect({"token": token, **wide})
+
+    def test_few_rows_inside_blocks(self):
+        """Blocks of two kinds have a single layer each, and some have lists of one block."""
+        parts = {
+            "layers": [
+                {"gate": (linear(2, 16), ""), "up": (linear(16, 16), "")},
+                {"other": (linear(3, 24), ""), "up": (linear(24, 16), "")},
+            ],
+            "end": (linear(16, 24), ""),
+        }
+        self.expect(parts)
+        # The last matrix: a list of MLPs, which may all be the same.
+        boxes = [(linear(16, 16), ""), (linear(2, 16), "output head: few rows")]
+        self.expect({**parts, "box_embed": [boxes]})
+
+    def test_last_matrix_of_a_convolutional_model(self):
+        """timm's last_linear and classif, which have many rows."""
+
+        def convolutions():
+            channels = (3, 8), (8, 16), (16, 64)
+            return [(nn.Conv2d(n, m, 3, bias=False), "4D") for n, m in channels]
+
+        why = "output head: no convolution takes its rows"
+        gate = {"down": (linear(8, 16), ""), "up": (linear(16, 8), "")}
+        features = {
+            "features": convolutions(),
+            "gate": gate,
+            "qkv": (linear(48, 64), ""),
+        }
+        features["last"] = linear(40, 64), why
+        with self.subTest("few matrices"):
+            self.expect({"more": convolutions(), **features})
+        features["last"] = linear(40, 64), ""
+        with self.subTest("many matrices"):
+            self.expect(features)
+
+    def test_few_rows_in_muon_are_marked(self):
+        parts = {
+            "kv": [linear(2, 16), linear(2, 16)],
+            "qkv": [linear(2, 32), linear(2, 32)],
+        }
+        parts |= {"adapted": lora(linear(16, 16))}
+        lines, _ = printed(tree(parts), split={"qkv.*": (1, 1)})
+        marked = [
+            line.partition(" ")[0] for line in lines if line.endswith(", few rows")
+        ]
+        self.assertEqual(
+            marked, ["kv.0.weight", "kv.1.weight", "qkv.0.weight", "qkv.1.weight"]
+        )
+
+    def test_hidden_layers_in_a_module_named_like_a_head(self):
+        """RT-DETR's query_pos_head embeds boxes. It takes four features, which no hidden layer gives."""
+        parts = {
+            "query_pos_head": ([linear(64, 4), linear(32, 64)], ""),
+            "reward_head": ([linear(32, 32), linear(32, 32)], "output head: in reward_head"),
+            "lm_heads": ([linear(320, 32), linear(320, 32)], "output head: in lm_heads"),
+            "enc_class_embed": ([linear(2, 32), linear(2, 32)], "output head: in enc_class_embed"),
+            "boxes": ([linear(32, 32), linear(4, 32)], {"0.weight": "", "1.weight": "output head: few rows"}),
+        }  # fmt: skip
+        boxes = {"boxes": parts.pop("boxes")}
+        for order in itertools.permutations(parts):
+            self.expect({name: parts[name] for name in order} | boxes)
+
+    def test_kernels_without_matrices(self):
+        """torch said "optimizer got an empty parameter list"."""
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten())
+        model.append(nn.Linear(8, 5))
+        pattern = (
+            r"no hidden matrix, but kernels: 0\.weight, 1\.weight\. .*flatten=True"
+        )
+        for split in (None, {}):
+            with self.assertWarnsRegex(UserWarning, pattern):
+                matrices, _ = partition_named_parameters(model, split=split)
+            self.assertEqual(matrices, [])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            partition_named_parameters(nn.Linear(8, 1))
+            model.append(nn.Linear(5, 5))
+            partition_named_parameters(model)
 
     def test_layers_in_a_module_named_like_a_head(self):
         def two():
@@ -509,7 +642,13 @@ class TestPartition(TestCase):
         norms = nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))
         model = {"block": (bare, why), "position_embeddings": own}
         model |= {"ln": (norms[0], table), "q": (norms[1], table)}
-        self.expect({**model, "linear_pos": (linear(6), "")})
+        # A table of a module that is named like one, and learned queries.
+        model["pos_embed"] = Bare(height_rel=(6, 8)), table
+        model["projector"] = (
+            Bare(query=(6, 8), query_proj=(8, 8)),
+            {"query": table, "query_proj": ""},
+        )
+        self.expect({**model, "linear_pos": (linear(6), ""), "query": (linear(8), "")})
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -586,6 +725,106 @@ class TestSplits(TestCase):
         wrapped.linear_qkv = tree(lora(linear(40)))
         (found,) = split_of(torch.compile(tree({"attention": wrapped})))
         self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
+
+    def test_heads(self):
+        """Each head is a part. Latent attention has its queries, keys without positions, and values apart."""
+        latent = {"qk_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 4}
+        # DeepSeek-V2 has the size of the positions by this name.
+        latent["head_dim"] = 2
+        falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4} | new(1, 0)
+        phi = {"num_key_value_heads": 2, "head_dim": 4, "num_key_value_groups": 3}
+        gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
+        config = {"config": SimpleNamespace(**HEADS)}
+        columns = {"sizes": (4,) * 6, "repeats": 1, "dim": 1}
+        qkv, q = "query_key_value.weight", "q_proj.weight"
+        cases = (
+            ("LlamaAttention", q, (24, 8), (4,) * 6, {"head_dim": 4}),
+            ("LlamaAttention", "k_proj.weight", (8, 8), (4, 4), {"head_dim": 4}),
+            ("BertSelfAttention", "value.weight", (8, 8), (4, 4), {"attention_head_size": 4}),
+            ("T5Attention", "q.weight", (8, 8), (4, 4), {"key_value_proj_dim": 4}),
+            ("torchtitan.Attention", "wv.weight", (8, 8), (4, 4), {"head_dim": 4}),
+            ("diffusers.Attention", "to_k.weight", (8, 9), (4, 4), {"inner_dim": 8, "heads": 2}),
+            ("Qwen3NextAttention", q, (24, 8), (4,) * 6, gate),
+            ("DeepseekV2Attention", "q_b_proj.weight", (16, 5), (8, 8), latent),
+            ("MLA", "wq_b.weight", (16, 5), (8, 8), latent),
+            ("MiMoAttention", "v_proj.weight", (8, 8), (4, 4), {"head_dim": 8, "v_head_dim": 4}),
+            ("DeepseekV2Attention", "kv_b_proj.weight", (20, 5), (6, 4) * 2, latent),
+            ("FalconAttention", qkv, (40, 8), (4,) * 10, falcon),
+            ("Phi3Attention", "qkv_proj.weight", (40, 8), (4,) * 10, phi),
+            ("GPT2Attention", "c_attn.weight", (8, 24), columns, {"head_dim": 4}),
+            ("OpenAIAttention", "c_attn.weight", (8, 24), columns, {"split_size": 8, "n_head": 2}),
+            ("SelfAttention", "linear_qkv.weight", (40, 8), (4,) * 10, config),
+        )  # fmt: skip
+        parts = {
+            f"n{at}": known(kind, weight, shape, **attributes)
+            for at, (kind, weight, shape, _, attributes) in enumerate(cases)
+        }
+        expected = {f"n{at}.{case[1]}": case[3] for at, case in enumerate(cases)}
+        parts["torch"] = nn.MultiheadAttention(8, 2, kdim=6)
+        torchs = [f"torch.{kind}_proj_weight" for kind in "qkv"]
+        parts["fused"] = nn.MultiheadAttention(8, 2)
+        expected |= dict.fromkeys(torchs, (4, 4)) | {"fused.in_proj_weight": (4,) * 6}
+        # Other fused weights keep their split.
+        parts["mlp"] = known("transformers.QuickMLP", "gate_up_proj.weight", (10, 8))
+        expected["mlp.gate_up_proj.weight"] = (5, 5)
+        # Sizes that are unknown or do not fit, a single head, other layers, a table.
+        bloom = {"head_dim": 4}
+        whole = (
+            ("LlamaAttention", q, (24, 8), {}),
+            ("LlamaAttention", q, (24, 8), {"head_dim": 5}),
+            ("LlamaAttention", q, (24, 8), {"head_dim": 24}),
+            ("LlamaAttention", "o_proj.weight", (24, 8), bloom),
+            ("LlamaMLP", q, (24, 8), bloom),
+            ("Attention", "q_proj.weight", (24, 2, 8), bloom),
+        )
+        for at, (kind, weight, shape, attributes) in enumerate(whole):
+            parts[f"w{at}"] = known(kind, weight, shape, **attributes)
+        for name, attributes in ("mpt", {}), ("unfit", {"head_dim": 5}):
+            parts[name] = known("MptAttention", "Wqkv.weight", (24, 8), **attributes)
+            expected[f"{name}.Wqkv.weight"] = (8, 8, 8)
+        self.assertEqual(split_of(tree(parts), heads=True), expected)
+        self.assertNotIn("n0.q_proj.weight", split_of(tree(parts)))
+
+    def test_heads_are_parameters_of_their_own(self):
+        """Each has its own Newton-Schulz and the scale of its own shape, bit for bit."""
+        sizes = {"q_proj": [4] * 6, "k_proj": [4] * 2, "c_attn": [4] * 6}
+        attention = {"head_dim": 4, "qk_nope_head_dim": 3, "v_head_dim": 5}
+        sizes |= {"kv_b_proj": [3, 5] * 2, "v_proj": [5] * 3}
+        for scale in ("original", "match_rms_adamw", "spectral_unclamped"):
+            parts, alone = {}, {}
+            for name, own in sizes.items():
+                dim = int(name == "c_attn")
+                shape = (8, sum(own)) if dim else (sum(own), 9)
+                kind = "LlamaAttention"
+                attributes = {"head_dim": 4} if dim else attention
+                parts[name] = known(kind, f"{name}.weight", shape, **attributes)
+                (weight,) = parts[name].parameters()
+                nn.init.normal_(weight)
+                alone[name] = [
+                    nn.Parameter(head.clone())
+                    for head in weight.detach().split(own, dim)
+                ]
+            model = tree(parts)
+            splits = split_of(model, heads=True)
+            options = {"lr": 0.1, "adjust_lr_fn": scale}
+            groups, _ = partition_named_parameters(model, split=splits)
+            muons = (
+                Muon(groups, **options),
+                Muon(itertools.chain(*alone.values()), **options),
+            )
+            for _ in range(2):
+                for name, heads in alone.items():
+                    (weight,) = model[name].parameters()
+                    dim = int(name == "c_attn")
+                    weight.grad = torch.randn(weight.shape)
+                    for head, grad in zip(heads, weight.grad.split(sizes[name], dim)):
+                        head.grad = grad
+                for muon in muons:
+                    muon.step()
+            for name, heads in alone.items():
+                (weight,) = model[name].parameters()
+                whole = torch.cat(heads, int(name == "c_attn"))
+                self.assertEqual(weight, whole, rtol=0, atol=0, msg=f"{scale} {name}")
 
     def test_class_of_the_same_name(self):
         for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):

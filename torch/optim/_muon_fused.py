@@ -1,5 +1,6 @@
-"""The fused weights of well-known models, by the names and attributes of their classes."""
+"""The fused weights and the heads of well-known models, by the names and attributes of their classes."""
 
+import re
 from collections.abc import Callable
 from fnmatch import fnmatch
 from typing import Any
@@ -62,8 +63,9 @@ def _megatron_fc1(m: Any, shape: tuple[int, ...]) -> Split:
     return Split((size, size) * c.gated_linear_unit, half // size * ranks)
 
 
+_Rule = tuple[str, str, Callable[..., Split]]
 # The module and class that has a weight, the weight's name there, and its split by the module and the shape.
-_KNOWN: tuple[tuple[str, str, Callable[..., Split]], ...] = (
+_ATTENTION: tuple[_Rule, ...] = (
     ("torch.nn.*.MultiheadAttention", "in_proj_weight", lambda m, s: _equal(3, s[0])),
     ("*.GPTBigCodeAttention", "c_attn.weight", lambda m, s: _grouped(s[0], m.num_heads if m.multi_query else 1, m.head_dim)),
     # GPT-2 and others: columns; cross-attention has no query.
@@ -74,24 +76,83 @@ _KNOWN: tuple[tuple[str, str, Callable[..., Split]], ...] = (
     ("*.Phi3Attention", "qkv_proj.weight", _by_heads),
     ("*.MptAttention", "Wqkv.weight", lambda m, s: _equal(3, s[0])),
     ("*.DbrxAttention", "Wqkv.weight", _by_heads),
-    ("*.DbrxExpertGLU", "[vw][12]", lambda m, s: _equal(m.moe_num_experts, s[0])),
     ("*.Qwen*Attention", "q_proj.weight", _gated_queries),
-    ("transformers*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),
     ("*", "*kv_b*.weight", lambda m, s: Split(mla := (m.qk_nope_head_dim, m.v_head_dim), s[0] // sum(mla))),
+    ("*.FusedQKVLinear", "wqkv.weight", lambda m, s: _grouped(s[0], m.heads_per_kv, m.head_dim)),
+    ("*.SelfAttention", "linear_qkv.weight", _megatron_qkv),
+)  # fmt: skip
+_OTHERS: tuple[_Rule, ...] = (
+    ("*.DbrxExpertGLU", "[vw][12]", lambda m, s: _equal(m.moe_num_experts, s[0])),
+    ("transformers*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),
     ("*.GptOssExperts", "gate_up_proj", lambda m, s: Split((1, 1), s[2] // 2, 1)),
     ("*.Llama4TextExperts", "gate_up_proj", lambda m, s: _equal(2, s[2], 1)),
     ("*Experts", "gate_up_proj", _experts),
-    ("*.FusedQKVLinear", "wqkv.weight", lambda m, s: _grouped(s[0], m.heads_per_kv, m.head_dim)),
     # (width, 2, in) is flattened to (width, 2 x in).
     ("*.FusedSwiGLU", "w13", lambda m, s: _equal(2, 2 * s[2], 1)),
     ("torchtitan.*", "w13.weight", lambda m, s: Split((1, 1), s[0] // 2)),
     ("torchtitan.*", "mlp1_weight*", lambda m, s: Split((1, 1), s[1] // 2)),
-    ("*.SelfAttention", "linear_qkv.weight", _megatron_qkv),
     ("*MLP", "linear_fc1.weight*", _megatron_fc1),
 )  # fmt: skip
 
 
-def split_of(module: nn.Module) -> dict[str, Any]:
+# Projections of plain attention, whose rows are one head after the other. Some MLA makes queries in two steps.
+_PROJECTION = re.compile(
+    r"((to_|add_|linear_|w)?(?P<letter>[qkv])(_proj|_lin|_b_proj|_b)?|(?P<word>query|key|value)(_proj|_layer)?)\.weight"
+    r"|(?P<torch>[qkv])_proj_weight"
+)
+_HEAD_SIZES = (
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "dim_head",
+)
+# The width of all heads, and how many heads there are.
+_WIDTHS = ("inner_dim", "heads"), ("split_size", "n_head")
+
+
+def _head_size(module: nn.Module, kind: str) -> int:
+    """The rows of one head of queries, keys or values; 0 if the module does not say."""
+    names = [*_HEAD_SIZES]
+    # With latent attention, values have a size of their own.
+    names.insert(0, "v_head_dim" if kind == "v" else "qk_head_dim")
+    config = getattr(module, "config", None)
+    found = [getattr(module, name, None) for name in names]
+    for width, heads in _WIDTHS:
+        if hasattr(module, width) and getattr(module, heads, 0):
+            found.append(getattr(module, width) // getattr(module, heads))
+    found.append(getattr(config, "kv_channels", None))
+    return next((size for size in found if type(size) is int and size > 0), 0)
+
+
+def _projection(module: nn.Module, leaf: str, shape: tuple[int, ...]) -> Split:
+    """The heads of a weight that gives queries, keys or values only."""
+    match = _PROJECTION.fullmatch(leaf)
+    is_attention = any("Attention" in c.__name__ for c in type(module).__mro__)
+    if match is None or not (is_attention or hasattr(module, "qk_head_dim")):
+        return Split()
+    kind = (match["letter"] or match["word"] or match["torch"])[0]
+    size = _head_size(module, kind)
+    if len(shape) != 2 or not size or shape[0] % size:
+        return Split()
+    heads = shape[0] // size
+    # A matrix of one head is the head.
+    return Split((size,) * heads) if heads > 1 else Split()
+
+
+def _per_head(module: nn.Module, split: Split) -> Split:
+    """The heads of a fused weight, each a part of its own, in the order of the lines."""
+    parts = split.sizes * split.repeats
+    if hasattr(module, "qk_nope_head_dim"):
+        # In latent attention, a repeat is one head, and its parts are keys and values.
+        return Split(parts, 1, split.dim)
+    size = _head_size(module, "q")
+    if not size or any(lines % size for lines in parts):
+        return split
+    return Split((size,) * (split.lines // size), 1, split.dim)
+
+
+def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
     """The splits by name: :func:`torch.optim.muon.split_of`."""
     modules = {unwrapped(f"{n}.")[:-1]: m for n, m in module.named_modules()}
     splits = {}
@@ -100,17 +161,34 @@ def split_of(module: nn.Module) -> dict[str, Any]:
             parts = unwrapped(name).split(".")
             for depth in (1, 2):
                 owner = modules.get(".".join(parts[:-depth]))
-                split = _split_of(owner, ".".join(parts[-depth:]), shape)
-                if split.sizes:
-                    splits[name] = split.option
+                if owner is not None:
+                    leaf = ".".join(parts[-depth:])
+                    split = _split_of(owner, leaf, shape, heads)
+                    if split.sizes:
+                        splits[name] = split.option
     return splits
 
 
-def _split_of(module: nn.Module | None, leaf: str, shape: tuple[int, ...]) -> Split:
+def _split_of(
+    module: nn.Module, leaf: str, shape: tuple[int, ...], heads: bool
+) -> Split:
     """The split of a weight of ``module``; without sizes if it is not known."""
+    if heads:
+        split = _projection(module, leaf, shape)
+        if split.sizes:
+            return split
+        split = _found(_ATTENTION, module, leaf, shape)
+        if split.sizes:
+            return _per_head(module, split)
+    return _found(_ATTENTION + _OTHERS, module, leaf, shape)
+
+
+def _found(
+    rules: tuple[_Rule, ...], module: nn.Module, leaf: str, shape: tuple[int, ...]
+) -> Split:
     # FSDP2 gives each module a class of its own.
     classes = [f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__]
-    for kind, weight, rule in _KNOWN:
+    for kind, weight, rule in rules:
         if fnmatch(leaf, weight) and any(fnmatch(c, kind) for c in classes):
             try:
                 split = rule(module, shape)

@@ -276,10 +276,13 @@ def partition_parameters(
         tuple of two lists of Parameter: matrices and others, in the order of ``module.parameters()``.
 
     Raises:
-        ValueError: a flat FSDP1 parameter holds matrices together with others.
+        ValueError: a flat FSDP1 parameter holds matrices together with others, or FSDP2 has unsharded parameters,
+            as after a forward without a backward.
     """
     from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices, mixed
+    from torch.optim._muon_engine.layouts.fsdp2 import check_resharded
 
+    check_resharded(module)
     matrices, others = [], []
     for name, param, inside in logical_matrices(module):
         are_matrices = {len(shape) == 2 for _, shape in inside}
@@ -302,12 +305,18 @@ def partition_named_parameters(
     To the rest go
 
     - everything that is not 2D, and matrices of one row or column;
-    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions) or a bias;
-    - output heads: layers with as many rows as an embedding, and a last one with at least eight columns to a
-      row, unless hidden layers have this size; layers that are named like a head (``lm_head``, ``classifier``,
-      ``score`` and others) or are in a module with such a name; and an ``fc`` at the end of the model;
+    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions), queries or a bias;
+    - output heads by their size: layers with as many rows as an embedding, and layers with few rows (at least
+      eight columns to a row) that are outside of blocks, unless another layer takes as many columns. The model's
+      first layer does not count, because in diffusion it takes what the head gives. In a model of
+      convolutions, also a matrix with fewer rows than columns, if no convolution takes its rows;
+    - output heads by their name: layers that are named like a head (``lm_head``, ``classifier``, ``score`` and
+      others) or are in a module with such a name, and an ``fc`` at the end of the model;
     - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
+
+    Sizes do not tell all heads from bottlenecks. ``verbose=True`` marks each matrix with few rows that goes to
+    Muon: exclude those that are heads.
 
     Adapters go where their layer goes.
 
@@ -327,28 +336,34 @@ def partition_named_parameters(
         parameter groups, one for each split. Names lack the prefixes of wrappers.
 
     Raises:
-        ValueError: a flat FSDP1 parameter mixes both or different splits, or a pattern matches no name.
+        ValueError: a flat FSDP1 parameter mixes both or different splits, a pattern matches no name, or FSDP2 has
+            unsharded parameters, as after a forward without a backward.
     """
     from torch.optim._muon_partition import partition
 
     return partition(module, exclude, verbose, split, allow_batched_matrices)
 
 
-def split_of(module: nn.Module) -> dict[str, Any]:
+def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     r"""Finds how the fused weights of a well-known model are cut into matrices.
 
     It knows layers of transformers, torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the
     names and attributes of their classes. The result lacks fused weights of other classes.
 
+    With ``heads``, each head of attention is a matrix of its own. Plain projections of queries, keys and values
+    have a split then, too. Of latent attention (MLA), the projections from the latents to the heads have one,
+    where each head has its queries, its keys without positions and its values.
+
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
+        heads (bool, optional): whether to cut queries, keys and values into heads (default: False)
 
     Returns:
         dict: name of a parameter -> the option ``split`` of its parameter group.
     """
     from torch.optim._muon_fused import split_of
 
-    return split_of(module)
+    return split_of(module, heads)
 
 
 DistributedConfig.__module__ = __name__

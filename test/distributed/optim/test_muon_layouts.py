@@ -17,8 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.fsdp import (
+    fully_shard,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+)
+from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts.dtensor import fitting_momentum
@@ -28,6 +32,8 @@ from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     DistributedConfig,
+    partition_named_parameters,
+    split_of,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_config, common_muon
@@ -397,7 +403,63 @@ def groups_of(model):
     ]
 
 
+class GroupedAttention(nn.Module):
+    """Six heads of queries and two of keys and values, under the names of Llama; and latent attention."""
+
+    head_dim, qk_nope_head_dim, v_head_dim = 4, 3, 5
+
+    def __init__(self):
+        super().__init__()
+        rows = {"q_proj": 24, "k_proj": 8, "v_proj": 10, "kv_b_proj": 16, "o_proj": 12}
+        for seed, (name, size) in enumerate(rows.items()):
+            setattr(self, name, nn.Linear(9, size, bias=False))
+            getattr(self, name).weight.data = full(seed, (size, 9))
+
+
 class TestMuonForms(OnCPU):
+    def test_heads_under_fsdp2(self):
+        """Shards end in the middle of heads. Each head has the bits of a parameter of its own, with its own scale."""
+        for mesh, scale in (
+            (mesh_of(2), "match_rms_adamw"),
+            (grid_of(2, 2), "spectral_unclamped"),
+        ):
+            layers = nn.Sequential(GroupedAttention(), GroupedAttention())
+            names = [n for n, _ in layers.named_parameters() if "o_proj" not in n]
+            heads = {name: [] for name in names}
+            for name in names:
+                sizes = {"v": [5] * 2, "kv": [3, 5] * 2}
+                kind = name.split(".")[1].split("_")[0]
+                whole = layers.get_parameter(name).detach().clone()
+                for head in whole.split(sizes.get(kind, 4)):
+                    heads[name].append(nn.Parameter(head.clone()))
+            fully_shard(layers, mesh=mesh)
+            splits = split_of(layers, heads=True)
+            groups, _ = partition_named_parameters(layers, split=splits)
+            options = {"lr": 0.1, "adjust_lr_fn": scale}
+            muon = Muon(groups, distributed_config="auto", **options)
+            alone = Muon([head for own in heads.values() for head in own], **options)
+            for step in range(2):
+                for seed, name in enumerate(names):
+                    param = layers.get_parameter(name)
+                    gradient = full(10 * step + seed, param.shape)
+                    at = param.device_mesh, param.placements
+                    param.grad = distribute_tensor(gradient, *at)
+                    for head, grad in zip(
+                        heads[name], gradient.split([len(h) for h in heads[name]])
+                    ):
+                        head.grad = grad
+                muon.step()
+                alone.step()
+            found = {
+                name: layers.get_parameter(name).detach().full_tensor()
+                for name in names
+            }
+            with self.everywhere(scale):
+                self.assertEqual(splits.keys(), {*names})
+                for name, own in heads.items():
+                    expected = torch.cat([head.detach() for head in own])
+                    self.assertEqual(found[name], expected, rtol=0, atol=0)
+
     def twins(self, layout, config=None, **options):
         return Twins(layout, config, allow_batched_matrices=True, **options)
 

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
-from .layouts import fsdp1, Ranks
+from .layouts import fsdp1, fsdp2, Ranks
 from .process_groups import listed, ranks_per_node
 from .runtime.compute import PREPARED_BYTES
 from .schedule import owners, packs
@@ -26,8 +26,13 @@ _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", "
 def coverage(muon: Any, model: Any, others: Sequence[Any]) -> str:
     """How much Muon has, its share of ``model``, and the matrices that no optimizer has."""
     group_of = {p: group for group in muon.param_groups for p in group["params"]}
+    of_model: dict[Tensor, Any] = {}
+    gathered: dict[Tensor, fsdp2.Gathered] = {}
     if isinstance(model, nn.Module):
-        of_model = {p: tensors for _, p, tensors in fsdp1.logical_matrices(model)}
+        gathered = fsdp2.gathered(model)
+        for _, param, tensors in fsdp1.logical_matrices(model):
+            is_shown = fsdp2.is_shown(gathered, param)
+            of_model[gathered[param].shard if is_shown else param] = tensors
     else:
         pairs = [e if type(e) is tuple else (tuple(e.shape), e) for e in model or ()]
         of_model = {p: [(name, p.shape)] for name, p in pairs}
@@ -45,7 +50,32 @@ def coverage(muon: Any, model: Any, others: Sequence[Any]) -> str:
     trained = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
     left = [t for p, tensors in of_model.items() if p not in trained for t in tensors]
     names = [name for name, shape in left if len(shape) > 1]
-    return text + f"\nNo optimizer given here has {listed(names)}" * bool(names)
+    if names:
+        text += f"\nNo optimizer given here has {listed(names)}"
+    return text + _unsharded(gathered, of_model, trained)
+
+
+def _unsharded(
+    gathered: Mapping[Tensor, fsdp2.Gathered],
+    of_model: Mapping[Tensor, Any],
+    trained: Collection[Tensor],
+) -> str:
+    """What FSDP2 has unsharded: at the moment, and when an optimizer was built. The latter is a mistake."""
+    names = {
+        tensor: of_model[of.shard][0][0]
+        for tensor, of in gathered.items()
+        # Between to_empty() and the next forward, FSDP2 does not know the new shards.
+        if of.shard in of_model
+    }
+    shown = [name for tensor, name in names.items() if gathered[tensor].is_shown]
+    taken = [name for tensor, name in names.items() if tensor in trained]
+    text = ""
+    if shown:
+        way = fsdp2.how_to_reshard(gathered.values())
+        text += f"\nFSDP2 has unsharded {listed(shown)}. Before you build an optimizer, {way}"
+    if taken:
+        text += f"\nFSDP2 had unsharded {listed(taken)} when an optimizer was built. It never trains these: build it again"
+    return text
 
 
 def in_full(engine: Any) -> str:
