@@ -207,21 +207,21 @@ def newton_schulz(
             x = _gram_factor(x, block, products) @ x
         return x.mT if tall else x
     for number, (a, b, c) in enumerate(steps, 1):
-        is_last = number == len(steps) and not tall
-        target = out if is_last else None
         gram = products.gram(x)
-        # Without a name, the polynomial's memory is free before the next Gram matrix.
-        x = _addmm(x, _polynomial(gram, b, c, products), x, a, out=target)
+        target = out if number == len(steps) and not tall else None
+        # The polynomial has no name, so that its memory is free before the next Gram matrix.
+        if c == 0:
+            x = _addmm(x, _cubic(gram, b), x, a, out=target)
+        else:
+            x = _addmm(x, products.combine(gram, gram, gram, b, c), x, a, out=target)
     return x.mT if tall else x
 
 
-def _polynomial(gram: Tensor, b: float, c: float, products: Products) -> Tensor:
-    """``b * gram + c * gram @ gram``."""
-    if c == 0:
-        # A cubic needs no square. Products with ``alpha=0`` would have the same bits, but take a slow path
-        # on CPUs.
-        return gram * b
-    return products.combine(gram, gram, gram, b, c)
+def _cubic(gram: Tensor, b: float) -> Tensor:
+    """``b * gram + 0 * gram @ gram``. Products with ``alpha=0`` would have the same bits, but take a slow path on
+    CPUs.
+    """
+    return gram * b
 
 
 def newton_schulz_bytes(
@@ -265,7 +265,10 @@ def _gram_factor(x: Tensor, steps: list[Coefficients], products: Products) -> Te
     gram = products.gram(x)
     factor = torch.empty(0)
     for step, (a, b, c) in enumerate(steps, 1):
-        poly = _polynomial(gram, b, c, products)
+        if c == 0:
+            poly = _cubic(gram, b)
+        else:
+            poly = products.combine(gram, gram, gram, b, c)
         if step == 1:
             factor = poly.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)

@@ -417,6 +417,41 @@ class GroupedAttention(nn.Module):
 
 
 class TestMuonForms(OnCPU):
+    def test_work_of_the_host_does_not_grow_with_heads(self):
+        """Heads that follow each other are copied, blended and applied together."""
+        for placement in (S0, S1):
+            found = []
+            for count in (8, 64):
+                split = [128 // count] * count
+                twins = Twins(
+                    [Spec((128, 16), mesh_of(4), (placement,))] * 3,
+                    groups=[((0, 1, 2), {"split": split})],
+                    foreach=True,
+                )
+                common_muon.as_on_an_accelerator(twins.optimizer)
+                twins.step()
+                bound = twins.optimizer._engine._runner.compute._bound.values()
+                entries = copies = 0
+                for of_bucket in bound:
+                    chunks = [*of_bucket.applied]
+                    for preparation in of_bucket.preparations:
+                        chunks += preparation.chunks
+                    for batch in of_bucket.batches:
+                        chunks += [*batch.own, *batch.applied]
+                        copies += len(batch.received.targets) + len(
+                            batch.results.targets
+                        )
+                    entries += sum(len(chunk.entries) for chunk in chunks)
+                found.append((entries, copies))
+            # Buckets may end at other heads.
+            few, many = found
+            self.assertEverywhere([] if sum(many) <= sum(few) + 24 else [f"{found}"])
+            owners = {index: set() for index in range(3)}
+            for (index, _), owner in twins.optimizer.matrix_owners.items():
+                owners[index].add(owner)
+            with self.everywhere(f"{owners}"):
+                self.assertEqual({*itertools.chain(*owners.values())}, {0, 1, 2, 3})
+
     def test_heads_under_fsdp2(self):
         """Shards end in the middle of heads. Each head has the bits of a parameter of its own, with its own scale."""
         for mesh, scale in (

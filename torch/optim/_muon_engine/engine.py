@@ -18,7 +18,7 @@ from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import Layout
-from .layouts.dtensor import device_of, fits, is_dtensor
+from .layouts.dtensor import device_of, fits, gradient_dtype, traits_of
 from .layouts.groups import ParamInfo
 from .process_groups import (
     FailureNotes,
@@ -232,12 +232,18 @@ class Engine:
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they are unchanged."""
-        groups = enumerate(param_groups)
-        now = [(at, tensor) for at, group in groups for tensor in group["params"]]
-        return len(now) == len(self.params) and all(
-            param.group == at and param.is_unchanged(tensor)
-            for param, (at, tensor) in zip(self.params, now)
-        )
+        at = 0
+        for group, options in enumerate(param_groups):
+            for tensor in options["params"]:
+                if at == len(self.params):
+                    return False
+                param = self.params[at]
+                if param.tensor is not tensor or param.group != group:
+                    return False
+                if param.traits != traits_of(tensor):
+                    return False
+                at += 1
+        return at == len(self.params)
 
     def rendezvous(self, tensors: Sequence[Tensor]) -> None:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
@@ -401,7 +407,7 @@ def _increment_versions(inputs: StepInputs, states: States) -> None:
     """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
     for of_param in inputs.trained:
         tensor = of_param.param.tensor
-        if of_param.user_gradient is not None and is_dtensor(tensor):
+        if of_param.user_gradient is not None and of_param.param.is_dtensor:
             written = tensor, states[tensor]["momentum_buffer"]
             torch.autograd.graph.increment_version(written)
 
@@ -431,7 +437,7 @@ def step_once(
     """One step of the functional form, with an engine for this call."""
     for i, (param, buf) in enumerate(zip(params, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        if not fits(param, buf):
+        if not fits(param, buf, gradient_dtype(param)):
             raise ValueError(
                 f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
             )

@@ -178,15 +178,20 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
 
 
 def traits_of(param: Tensor) -> tuple:
-    """The properties from which the layout of ``param`` is read, for a later comparison."""
-    dtypes = param.dtype, gradient_dtype(param)
+    """The properties from which the layout of ``param`` is read, for a later comparison. The first one says whether
+    it is frozen.
+    """
     # Only a contiguous parameter can be flattened.
-    tensor = param.shape, dtypes, param.device, param.is_contiguous()
-    placed: tuple = ()
+    own = param.shape, param.dtype, param.device, param.is_contiguous()
+    # A Parameter that takes no gradients. It does not depend on ``grad``, which ranks may differ in.
+    frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
     if isinstance(param, DTensor):
         local = param._local_tensor
         placed = local.shape, local.device, param.device_mesh, param.placements
-    return is_frozen(param), *tensor, *placed
+        return frozen, grad_dtype, *own, *placed
+    return frozen, grad_dtype, *own
 
 
 def tp_mark_of(param: Tensor) -> int | None:
@@ -280,19 +285,18 @@ def placed_like(param: Tensor, buffer: Tensor) -> bool:
     if param.shape != buffer.shape:
         return False
     if isinstance(param, DTensor) and isinstance(buffer, DTensor):
-        if param.placements != buffer.placements:
-            return False
-        mesh, other = param.device_mesh, buffer.device_mesh
-        return mesh is other or mesh == other
+        # Comparing two meshes takes longer.
+        is_on_mesh = param.device_mesh is buffer.device_mesh
+        is_on_mesh = is_on_mesh or param.device_mesh == buffer.device_mesh
+        return is_on_mesh and param.placements == buffer.placements
     return isinstance(param, DTensor) == isinstance(buffer, DTensor)
 
 
-def fits(param: Tensor, buffer: Tensor) -> bool:
+def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
     """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
-    if not placed_like(param, buffer) or param.device != buffer.device:
+    if grad_dtype is not None and buffer.dtype != grad_dtype:
         return False
-    dtype = gradient_dtype(param)
-    return dtype is None or buffer.dtype == dtype
+    return param.device == buffer.device and placed_like(param, buffer)
 
 
 def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
@@ -309,8 +313,9 @@ def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
         )
     if not placed_like(param, buffer):
         buffer = _placed(param, buffer, description)
-    if not fits(param, buffer):
-        dtype = gradient_dtype(param) or buffer.dtype
+    grad_dtype = gradient_dtype(param)
+    if not fits(param, buffer, grad_dtype):
+        dtype = grad_dtype or buffer.dtype
         moved = local_part(buffer).to(local_part(param).device, dtype)
         buffer = like_param(param, moved)
     return buffer

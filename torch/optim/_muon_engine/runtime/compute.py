@@ -37,6 +37,8 @@ class Entry(NamedTuple):
     matrix: LocalMatrix
     region: Region
     tensor: Any
+    # Whether the region is all that this rank stores of the parameter, so that no view is needed.
+    is_whole: bool = False
 
 
 class Chunk(NamedTuple):
@@ -47,6 +49,8 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
     entries: list[Entry]
     tensors: list[Any]
+    # On a CPU, memory for the blended momentum of its one entry.
+    scratch: Tensor | None = None
 
     def present(self, inputs: StepInputs) -> "Chunk":
         """Those whose update this step applies."""
@@ -267,6 +271,10 @@ class MuonCompute:
             for batch in batches
         ]
         needed = max(numels, default=0) * NS_DTYPE.itemsize
+        for bucket in batches_of:
+            for matrix in bucket.matrices:
+                for region in matrix.sent if self.is_cpu else ():
+                    self.memory.reserve(region.numel, matrix.layout.dtype)
         if self._whole is None or needed > len(self._whole):
             if self._whole is not None:
                 self.memory.release(self._whole)
@@ -366,11 +374,28 @@ class MuonCompute:
         chunks = []
         for of_chunk in lists:
             matrix = of_chunk[0].matrix
-            tensors = [entry.tensor for entry in of_chunk]
-            chunks.append(
-                Chunk(matrix.group, matrix.layout.full_shape, of_chunk, tensors)
-            )
+            bound = [self._with_extent(entry) for entry in of_chunk]
+            tensors = [entry.tensor for entry in bound]
+            shape = matrix.layout.full_shape
+            scratch = self._scratch_for(bound[0]) if self.is_cpu else None
+            chunks.append(Chunk(matrix.group, shape, bound, tensors, scratch))
         return chunks
+
+    def _with_extent(self, entry: Entry) -> Entry:
+        """``entry``, which knows whether its region is all that this rank stores of the parameter."""
+        stored = dtensor.local_part(self._params[entry.matrix.param_index].tensor)
+        _, count, _ = entry.region.repeat
+        extent = entry.region.height, entry.region.width
+        return entry._replace(is_whole=count == 1 and stored.shape == extent)
+
+    def _scratch_for(self, entry: Entry) -> Tensor | None:
+        """Memory for the blended momentum of a region. All regions use the same memory, one after another."""
+        dtype = self._params[entry.matrix.param_index].grad_dtype
+        if dtype is None:
+            return None  # The momentum may have any dtype.
+        region = entry.region
+        flat = self.memory.scratch(region.numel, dtype)
+        return region.in_blocks(flat.view(region.height, region.width))
 
     def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:
         """Chunks of momenta to blend with gradients."""
@@ -395,18 +420,18 @@ class MuonCompute:
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
         momenta, gradients = [], []
-        for matrix, region, _ in chunk.entries:
+        for matrix, region, _, is_whole in chunk.entries:
             of_param = inputs.params[matrix.param_index]
-            momentum = region.of_local(of_param.momentum)
+            momentum, gradient = of_param.momentum, of_param.gradient
+            if gradient is None:
+                gradient = momentum
+            if not is_whole:
+                momentum = region.of_local(momentum)
+                gradient = region.of_local(gradient)
             momenta.append(momentum)
-            if of_param.gradient is None:
-                gradients.append(momentum)
-            else:
-                gradients.append(region.of_local(of_param.gradient))
-        out = None
-        if self.is_cpu:
-            out = self.memory.scratch(momenta[0].shape, momenta[0])
-        prepared = inputs.formulas[chunk.group].prepare(momenta, gradients, out)
+            gradients.append(gradient)
+        formulas = inputs.formulas[chunk.group]
+        prepared = formulas.prepare(momenta, gradients, chunk.scratch)
         torch._foreach_copy_(chunk.tensors, prepared)
 
     def _orthogonalize(
@@ -459,20 +484,20 @@ class MuonCompute:
         for chunk in chunks:
             if not inputs.is_complete:
                 chunk = chunk.present(inputs)
-            group, shape, entries, tensors = chunk
+            entries, tensors = chunk.entries, chunk.tensors
             if not entries:
                 continue
             local = []
-            for matrix, region, _ in entries:
-                of_param = inputs.params[matrix.param_index]
-                local.append(region.of_local(of_param.local))
+            for matrix, region, _, is_whole in entries:
+                part = inputs.params[matrix.param_index].local
+                local.append(part if is_whole else region.of_local(part))
             updates = None
             if tensors[0] is not None:
                 device = local[0].device
                 updates = tensors
                 if device != tensors[0].device:
                     updates = [update.to(device) for update in tensors]
-            inputs.formulas[group].apply(local, updates, shape)
+            inputs.formulas[chunk.group].apply(local, updates, chunk.shape)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
         for matrix in matrices:

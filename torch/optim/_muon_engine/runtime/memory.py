@@ -1,7 +1,5 @@
 """The memory of a step, which keeps its addresses on CPUs and where the user asks for it."""
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,12 +34,15 @@ class Memory:
             if storage._cdata != pointer
         ]
 
-    def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor of ``shape`` on a CPU, valid until the next call."""
-        numel = math.prod(shape)
-        if like.dtype not in self._scratch or numel > len(self._scratch[like.dtype]):
-            self._scratch[like.dtype] = like.new_empty(numel)
-        return self._scratch[like.dtype][:numel].view(shape)
+    def reserve(self, numel: int, dtype: torch.dtype) -> None:
+        """Makes room for :meth:`scratch` of ``numel`` elements."""
+        if dtype not in self._scratch or numel > len(self._scratch[dtype]):
+            self._scratch[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D tensor of elements that have any values. All calls return the same memory."""
+        self.reserve(numel, dtype)
+        return self._scratch[dtype][:numel]
 
     def __enter__(self) -> None:
         for storage, nbytes in self._storages:

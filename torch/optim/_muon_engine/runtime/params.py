@@ -28,16 +28,15 @@ class Param:
         self.form = formulas.form
         # The properties that the layout is read from. Every step compares them.
         self.traits = dtensor.traits_of(tensor)
-        # Whether it took no gradients when the engine was built.
+        # Whether it took no gradients when the engine was built, and the dtype of the gradients that it takes.
         self.frozen: bool = self.traits[0]
+        self.grad_dtype: torch.dtype | None = self.traits[1]
+        # A DTensor does not see writes to its local tensor.
+        self.is_dtensor = dtensor.is_dtensor(tensor)
 
     @property
     def described(self) -> str:
         return self.key.describe(self.tensor.shape)
-
-    def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is this parameter, and its layout is that of the build."""
-        return self.tensor is tensor and self.traits == dtensor.traits_of(tensor)
 
 
 class ParamInputs:
@@ -50,8 +49,10 @@ class ParamInputs:
         tensor = param.tensor
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = state["momentum_buffer"] = _new_momentum(tensor, gradient)
-        elif not isinstance(buffer, Tensor) or not dtensor.fits(tensor, buffer):
+            buffer = state["momentum_buffer"] = _new_momentum(param, gradient)
+        elif not isinstance(buffer, Tensor) or not dtensor.fits(
+            tensor, buffer, param.grad_dtype
+        ):
             buffer = dtensor.fitting_momentum(tensor, buffer, param.described)
             state["momentum_buffer"] = buffer
         self.param = param
@@ -65,23 +66,13 @@ class ParamInputs:
         if gradient is not None:
             self.problem = dtensor.problem_with(tensor, gradient)
 
-    def place_gradient(self, flatten: bool) -> None:
-        """Sets ``gradient``: placed like the parameter, if need be by a collective of DTensor's, and in the dtype of
-        the momentum.
-        """
-        if self.user_gradient is None or self.problem:
-            return
-        dtype = self.momentum.dtype
-        gradient = dtensor.local_gradient(self.param.tensor, self.user_gradient, dtype)
-        self.gradient = gradient.contiguous() if flatten else gradient
 
-
-def _new_momentum(tensor: Tensor, gradient: Tensor | None) -> Tensor:
-    dtype = dtensor.gradient_dtype(tensor)
+def _new_momentum(param: Param, gradient: Tensor | None) -> Tensor:
+    dtype = param.grad_dtype
     if dtype is None:
-        dtype = tensor.dtype if gradient is None else gradient.dtype
-    zeros = torch.zeros_like(dtensor.local_part(tensor), dtype=dtype)
-    return dtensor.like_param(tensor, zeros)
+        dtype = param.tensor.dtype if gradient is None else gradient.dtype
+    zeros = torch.zeros_like(dtensor.local_part(param.tensor), dtype=dtype)
+    return dtensor.like_param(param.tensor, zeros)
 
 
 class StepInputs:
@@ -94,31 +85,40 @@ class StepInputs:
         self.formulas = formulas
         # A ParamInputs by the index of each parameter; None for a frozen one.
         self.params: Sequence[Any] = params
-        self.trained = [inputs for inputs in params if inputs is not None]
-        self.problems = [
-            f"{inputs.param.described}: {inputs.problem}"
-            for inputs in self.trained
-            if inputs.problem
-        ]
+        self.trained = [of_param for of_param in params if of_param is not None]
+        self.problems: list[str] = []
         # Whether every parameter has a gradient that can be used.
-        self.is_complete = not self.problems and all(
-            inputs.user_gradient is not None for inputs in self.trained
-        )
+        self.is_complete = True
+        for of_param in self.trained:
+            if of_param.user_gradient is None:
+                self.is_complete = False
+            if of_param.problem:
+                self.is_complete = False
+                problem = f"{of_param.param.described}: {of_param.problem}"
+                self.problems.append(problem)
 
     def place_gradients(self, order: Sequence[Param]) -> None:
-        """Brings gradients to the placements of their parameters. All ranks have one ``order`` of parameters."""
+        """Brings gradients to the placements of their parameters, if need be by a collective of DTensor's, and to the
+        dtype of the momentum. All ranks have one ``order`` of parameters.
+        """
         for param in order:
-            if not param.frozen:
-                flatten = self.formulas[param.group].flatten
-                self.params[param.key.index].place_gradient(flatten)
+            of_param = self.params[param.key.index]
+            if of_param is None or of_param.user_gradient is None or of_param.problem:
+                continue
+            gradient = dtensor.local_gradient(
+                param.tensor, of_param.user_gradient, of_param.momentum.dtype
+            )
+            if self.formulas[param.group].flatten:
+                gradient = gradient.contiguous()
+            of_param.gradient = gradient
 
     def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""
         momenta, gradients = [], []
         for index in param_indices:
-            inputs = self.params[index]
-            if inputs.gradient is not None:
-                momenta.append(inputs.momentum)
-                gradients.append(inputs.gradient)
+            of_param = self.params[index]
+            if of_param.gradient is not None:
+                momenta.append(of_param.momentum)
+                gradients.append(of_param.gradient)
         if momenta:
             self.formulas[group].accumulate(momenta, gradients)

@@ -104,6 +104,8 @@ class Statuses(InFlight):
         self._own[0, _Header.MINUS_OPTIMIZER] = -identity
         self._own[1 : 1 + len(self._rows), _Column.PRESENT] = 1
         self._written = [Status.PRESENT] * len(self._rows)
+        # Whether the last step had all gradients. The first one may be of a rank that stores no element of some.
+        self._is_complete = False
         # The table that the group reduces, and the result on the host. Only copies between a device and pinned
         # memory do not wait.
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -143,6 +145,10 @@ class Statuses(InFlight):
 
     def _write_statuses(self, inputs: StepInputs) -> None:
         """Writes the statuses that differ from those of the last step."""
+        # The usual step has all gradients, and so has the same statuses as the last one.
+        if inputs.is_complete and self._is_complete:
+            return
+        self._is_complete = inputs.is_complete
         places, one_hots = [], []
         for at, row in enumerate(self._rows):
             status = row[0].status(inputs)

@@ -1,5 +1,6 @@
 """Which rank orthogonalizes which matrix."""
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._newton_schulz import uses_gram
-from ..layouts import Layout, Ranks, Shape
+from ..layouts import Layout, Ranks, Shape, Shards
 from ..layouts.divide import divide
 from ..process_groups import larger_first, listed
 
@@ -173,7 +174,8 @@ def assign_owners(
     """One owner for each layout, out of all ranks of its group; the first one for a frozen layout.
 
     Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. Ties go
-    to the first rank from place ``start`` in the group. A group counts the work of its ranks in groups that
+    to the first rank from place ``start`` in the group. Equal matrices of one parameter (heads, experts) go to
+    ranks that store all of them, or else in runs. A group counts the work of its ranks in groups that
     contain all of them (dense matrices, for a group that shares experts). It counts no other work, in which
     its ranks differ. The blocks of a matrix, which follow each other, go to neighbours.
     """
@@ -186,6 +188,8 @@ def assign_owners(
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
             of_ranks = members.setdefault(layout.holders, {})
             of_ranks.setdefault((-flops_of(layout), digests), []).append(i)
+    # Matrices that have their owners already.
+    in_runs: set[int] = set()
     # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
     added: dict[Ranks, Tensor] = {}
     for ranks in larger_first(members):
@@ -199,8 +203,19 @@ def assign_owners(
         teams_of: dict[int, Tensor] = {}
         per_node = [*Counter(rank // ranks_per_node for rank in ranks).values()]
         kinds = sorted(members[ranks].items(), key=lambda item: item[0][0])
+        dealt: set[int] = set()
         for (minus_flops, digests), equal in kinds:
             size = len(digests)
+            if minus_flops not in dealt and size == 1:
+                dealt.add(minus_flops)
+                parts = _parts_of_one_size(layouts, kinds, minus_flops)
+                _deal_in_runs(
+                    load, ranks, layouts, parts, -minus_flops, start(ranks), owners
+                )
+                in_runs.update(parts)
+            equal = [i for i in equal if i not in in_runs]
+            if not equal:
+                continue
             if size not in teams_of:
                 nodes = per_node if min(per_node) >= size else [len(ranks)]
                 parts = torch.arange(len(ranks), device="cpu").split(nodes)
@@ -217,6 +232,73 @@ def assign_owners(
                 equal = equal[len(chosen) :]
         added[ranks] = load - before
     return owners
+
+
+def _parts_of_one_size(
+    layouts: Sequence[Layout],
+    kinds: Sequence[tuple[tuple, list[int]]],
+    minus_flops: int,
+) -> list[int]:
+    """The undivided matrices with this work whose parameters have several of them: heads, or experts of a stack."""
+    matrices = [
+        i
+        for (work, digests), equal in kinds
+        if work == minus_flops and len(digests) == 1
+        for i in equal
+    ]
+    count = Counter(layouts[i].key.index for i in matrices)
+    return sorted(i for i in matrices if count[layouts[i].key.index] > 1)
+
+
+def _deal_in_runs(
+    load: Tensor,
+    ranks: Ranks,
+    layouts: Sequence[Layout],
+    matrices: Sequence[int],
+    flops: int,
+    first: int,
+    owners: list[int],
+) -> None:
+    """Gives equal parts of parameters to the least loaded ranks, and updates ``load`` and ``owners``. A part goes to a
+    rank that stores all of it. The others go to one rank in runs, so that the copies of a run are one copy.
+    """
+    if not matrices:
+        return
+    # How many parts each rank gets: always the least loaded one, and the first one from ``first`` of several.
+    count = len(ranks)
+    busy = [
+        (work, (place - first) % count, place)
+        for place, work in enumerate(load[0].tolist())
+    ]
+    heapq.heapify(busy)
+    room = [0] * count
+    for _ in matrices:
+        work, turn, place = busy[0]
+        heapq.heapreplace(busy, (work + flops, turn, place))
+        room[place] += 1
+    places = {rank: place for place, rank in enumerate(ranks)}
+    # Shards -> the ranks that store all of a matrix. Many parts have the same shards.
+    whole_of: dict[Shards, list[int]] = {}
+    others: list[int] = []
+    for i in matrices:
+        shards = layouts[i].shards
+        if shards not in whole_of:
+            numels = zip(shards.ranks, shards.numels, strict=True)
+            whole_of[shards] = [r for r, numel in numels if numel == layouts[i].numel]
+        free = [r for r in whole_of[shards] if room[places[r]]]
+        if free and len(whole_of[shards]) < count:
+            owners[i] = max(free, key=lambda r: (room[places[r]], -places[r]))
+            room[places[owners[i]]] -= 1
+        else:
+            others.append(i)
+    in_order = [(first + at) % count for at in range(count)]
+    runs = [place for place in in_order for _ in range(room[place])]
+    for i, place in zip(others, runs, strict=True):
+        owners[i] = ranks[place]
+    for i in matrices:
+        place, shards = places[owners[i]], layouts[i].shards
+        load[0, place] += flops
+        load[1, place] += layouts[i].numel - shards.numel_of(owners[i])
 
 
 def _give(
