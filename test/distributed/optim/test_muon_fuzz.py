@@ -409,7 +409,7 @@ class TestMuonFuzz(OnCPU):
     timeout = fuzz_player.TIMEOUT
 
     # Each rank draws the same plans.
-    @fuzz(120, plans())
+    @fuzz(110, plans())
     def test_trains_as_one_process(self, plan):
         problems = fuzz_player.Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.
