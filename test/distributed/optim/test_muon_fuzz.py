@@ -14,6 +14,7 @@ from torch.optim._muon_engine.layouts import Key, Layout, Shards
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
+from torch.optim.muon import CUBIC
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon import fuzz_player
@@ -50,8 +51,17 @@ SLICES = [
     Mesh((4, 1), (0, 1, 2, 3), (1,)),
     Mesh((2, 1, 2), (0, 1, 2, 3), (0, 1)),
 ]
+# Pairs that have one rank in common, of which none has all ranks of another one.
+CROSSING = [
+    SLICES[:2],
+    [Mesh((2,), pair) for pair in ((0, 1), (2, 1), (2, 3), (0, 3))],
+]
 SIDES = (8, 1, 0, 2, 3, 4, 5, 7, 9, 16)
 DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
+# None is the parameter's own.
+GRAD_DTYPES = (None, None, None, None, None, "float32", "float64", "bfloat16")
+# Without products of the fifth degree: the same each time, and others in each step.
+CUBICS = ((1.5, -0.5, 0.0), CUBIC["ns_coefficients"])
 
 
 def rarely():
@@ -70,10 +80,24 @@ def options(draw):
         "adjust_lr_fn": ("original", "match_rms_adamw", "spectral_unclamped"),
         "foreach": (True, True, False, None),
         "ns_algorithm": ("gram", "symmetric"),
-        "ns_coefficients": ((2.0, -1.5, 0.5),),
+        "ns_coefficients": ((2.0, -1.5, 0.5), *CUBICS),
     }
     names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
     return tuple((name, draw(one_of(*choices[name]))) for name in names)
+
+
+def has_own_steps(options):
+    """Whether Newton-Schulz has other coefficients in each step, and so as many steps as these."""
+    coefficients = dict(options).get("ns_coefficients", (0,))
+    return isinstance(coefficients[0], tuple)
+
+
+def fitting(options):
+    """The options, with the number of steps that belongs to the coefficients."""
+    if not has_own_steps(options):
+        return options
+    steps = len(dict(options)["ns_coefficients"])
+    return tuple({**dict(options), "ns_steps": steps}.items())
 
 
 @st.composite
@@ -106,8 +130,14 @@ def forms(draw, shape, tp_dim=None):
     lines = shape[-2:][dim]
     if lines > 1 and draw(one_of(False, False, True)):
         repeats = draw(one_of(*(n for n in (1, 2, 3, 4) if lines % n == 0)))
-        first, each = draw(st.integers(1, lines // repeats)), lines // repeats
-        sizes = (first, each - first) if first < each else (each,)
+        each = lines // repeats
+        if draw(st.booleans()):
+            # As many lines for each head, of which a rank may have whole ones.
+            head = draw(one_of(*(n for n in (2, 4, 1) if each % n == 0)))
+            sizes = (head,) * (each // head)
+        else:
+            first = draw(st.integers(1, each))
+            sizes = (first, each - first) if first < each else (each,)
         split = {"sizes": sizes, "repeats": repeats, "dim": dim}
         found += (("split", split if repeats > 1 or dim else sizes),)
     return found
@@ -120,6 +150,7 @@ def dtensors(draw, batched, meshes):
     form = draw(forms(shape))
     placed, dtype = draw(placements(mesh, len(shape))), draw(one_of(*DTYPES))
     flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
+    flags["grad_dtype"] = draw(one_of(*GRAD_DTYPES))
     return fuzz_player.Matrix(shape, mesh, placed, dtype, form=form, **flags)
 
 
@@ -128,13 +159,16 @@ def plain(draw, batched, config, later=False):
     """Pieces under process groups, else each rank's own matrices."""
     shape = draw(shapes(batched))
     tp_dim = None
-    if config.dims_of("tp") and not later:
+    if config.tp_dim is not None:
+        tp_dim = config.tp_dim
+    elif config.dims_of("tp") and not later:
         tp_dim = draw(one_of(None, *range(-2, len(shape))))
     form = draw(forms(shape, tp_dim))
     dtype, how = draw(one_of(*DTYPES)), draw(one_of("chunk", "balanced", "last"))
     flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
     expert = bool(config.dims_of("ep")) and not later and draw(st.booleans())
     flags |= {"tp_dim": tp_dim, "how": how, "expert": expert}
+    flags["grad_dtype"] = draw(one_of(*GRAD_DTYPES))
     return fuzz_player.Matrix(shape, dtype=dtype, form=form, **flags)
 
 
@@ -150,6 +184,7 @@ def configs(draw):
         others = draw(st.permutations([k for k in (*kinds, None) if k != kind]))
         of_dims = (kind, *others)[: len(mesh.sizes)]
         of_dims = of_dims[:: draw(one_of(1, -1))]
+    tp_dim = draw(one_of(None, 0, 1, -1)) if "tp" in of_dims else None
     return fuzz_player.Config(
         "dtensor" if mesh is None else "groups",
         draw(st.booleans()),
@@ -157,6 +192,7 @@ def configs(draw):
         draw(one_of("built", "built", "built", "assigned", "wrapped")),
         mesh,
         of_dims,
+        tp_dim,
     )
 
 
@@ -167,6 +203,14 @@ def meshes_under(config):
         found = [m for m in found if set(m.ranks) == set(config.mesh.ranks)]
         found = [m for m in found if not m.kept]
     return found
+
+
+def placed_by_tp(plan, given, all_matrices):
+    """``given``, where plain matrices are whole if ``all_matrices`` show what tensor parallelism cut."""
+    if plan.config.tp_dim is None:
+        return given
+    dim = None if plan.shows_tp(all_matrices) else plan.config.tp_dim
+    return tuple(m if m.mesh is not None else m._replace(tp_dim=dim) for m in given)
 
 
 @st.composite
@@ -194,6 +238,7 @@ def actions(draw, plan, batched):
         numbers, groups = range(len(present)), range(len(plan.options))
         changing = [n for n in numbers if plan.see([present[n]], present)]
         of_group = [[m for m in present if m.group == at] for at in groups]
+        shows_tp = plan.shows_tp(present)
         possible = {
             "step": (None,),
             "change_options": groups,
@@ -203,7 +248,12 @@ def actions(draw, plan, batched):
             "replace": [n for n in changing if present[n].mesh is not None],
             "mismatch": [*mismatches(plan, present)],
             "reverse": [at for at in groups if plan.see(of_group[at], present, 2)],
-            "rest": [n for n in changing if holders_have_others(plan, n, present)],
+            "rest": [
+                n
+                for n in changing
+                if holders_have_others(plan, n, present)
+                and plan.shows_tp(present[:n] + present[n + 1 :]) == shows_tp
+            ],
         }
         kinds = [kind for kind, choices in possible.items() if choices]
         kind = draw(one_of(*kinds, *(kind for kind in RARE if kind in kinds)))
@@ -217,10 +267,14 @@ def actions(draw, plan, batched):
             found.append(draw(steps(present)))
         elif kind == "change_options":
             values = {"lr": 0.05, "weight_decay": 0.25, "nesterov": False}
-            values |= {"ns_steps": 2, "adjust_lr_fn": "match_rms_adamw"}
+            values["adjust_lr_fn"] = "match_rms_adamw"
+            if not has_own_steps(plan.options[choice]):
+                values["ns_steps"] = 2
             found.append((kind, choice, (draw(one_of(*values.items())),)))
         elif kind == "freeze":
-            found.append((kind, choice, draw(st.booleans())))
+            frozen = draw(st.booleans())
+            present[choice] = present[choice]._replace(frozen=frozen)
+            found.append((kind, choice, frozen))
         elif kind == "reload":
             moved, matrix = (), present[choice]
             if matrix.mesh is not None and matrix.mesh.in_order:
@@ -228,9 +282,13 @@ def actions(draw, plan, batched):
                 moved = ((choice, other),)
             found.append((kind, draw(one_of("same", "new", "whole")), moved))
         elif kind == "mismatch":
-            found.append(
-                (kind, draw(one_of("none", "sparse", *fuzz_player.OTHER)), *choice)
-            )
+            number, _ = choice
+            names = [*fuzz_player.OTHER]
+            if has_own_steps(options_of(plan, found, present[number].group)):
+                names.remove("ns_steps")
+            option = draw(one_of(*names))
+            problems = "none", "none", "misshapen", "sparse", option, option
+            found.append((kind, draw(one_of(*problems)), *choice))
         elif kind == "replace":
             mesh, placed = present[choice].mesh, present[choice].placements
             if mesh.in_order:
@@ -238,19 +296,26 @@ def actions(draw, plan, batched):
                 same = [m for m in same if m.in_order and not mesh.kept]
                 mesh = draw(one_of(mesh, *same))
                 placed = draw(placements(mesh, len(present[choice].shape)))
-            present[choice] = present[choice]._replace(mesh=mesh, placements=placed)
+            replaced = present[choice]._replace(mesh=mesh, placements=placed)
             flags = draw(st.tuples(st.booleans(), st.booleans()))
-            found.append((kind, choice, mesh, placed, *flags))
+            saved = draw(one_of(None, "not loaded", "and loaded"))
+            now = present[:choice] + [replaced] + present[choice + 1 :]
+            if plan.shows_tp(now) == shows_tp:
+                present = now
+                found.append((kind, choice, mesh, placed, *flags, saved))
         elif kind == "add":
             more = matrices(config, batched, later=True)
             more = draw(st.lists(more, min_size=1, max_size=2))
-            new = tuple(m._replace(form=(), group=-1) for m in more)
+            group = len(plan.options) + sum(name == "add" for name, *_ in found)
+            new = tuple(m._replace(form=(), group=group) for m in more)
+            new = placed_by_tp(plan, new, present)
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
                 plan.see([m], present + [*new]) for m in new
             ):
-                found.append((kind, new, draw(options())))
-                present += new
+                if plan.shows_tp(present + [*new]) == shows_tp:
+                    found.append((kind, new, fitting(draw(options()))))
+                    present = present + [*new]
         else:
             found.append((kind, choice))
     return (*found, draw(steps(present)))
@@ -261,15 +326,22 @@ def holders_have_others(plan, number, present):
     return all(sum(bool(plan.sharing(m, r)) for m in present) > 1 for r in holders)
 
 
+def options_of(plan, found, group):
+    """The options with which a group of parameters is made, maybe by one of the actions ``found``."""
+    added = [action[2] for action in found if action[0] == "add"]
+    return [*plan.options, *added][group]
+
+
 def mismatches(plan, present):
-    """Matrices and ranks: all ranks that compare something with this one hold the matrix."""
+    """Matrices and ranks: all ranks that compare something with this one hear of a mismatch at once."""
     for number, matrix in enumerate(present):
         if plan.config.functions == "wrapped" or not plan.share_all_matrices(matrix):
             continue
         for culprit in range(WORLD):
-            sharing = plan.sharing(matrix, culprit)
-            if len(sharing) > 1 and plan.linked(culprit, present) == {*sharing}:
-                yield number, culprit
+            if len(plan.sharing(matrix, culprit)) > 1:
+                linked = plan.linked(culprit, present)
+                if linked <= plan.hear(matrix, culprit, present):
+                    yield number, culprit
 
 
 @st.composite
@@ -283,6 +355,18 @@ def steps(draw, present):
 
 
 @st.composite
+def together(draw, config, batched):
+    """Matrices of which the placement of one matters for the others."""
+    if config.mesh is None:
+        meshes = draw(one_of(*CROSSING))
+        return [draw(dtensors(batched, [mesh])) for mesh in meshes]
+    if config.tp_dim is None or config.functions != "built":
+        return []
+    # The DTensor may show what tensor parallelism cut: not the plain matrix.
+    return [draw(dtensors(batched, [config.mesh])), draw(plain(batched, config))]
+
+
+@st.composite
 def plans(draw):
     config = draw(configs())
     # Functions of the user's cannot tell apart matrices of a stack that different ranks hold.
@@ -290,6 +374,8 @@ def plans(draw):
     # Several matrices placed in the same way, so that an owner has more than one in a bucket.
     distinct = draw(st.lists(matrices(config, batched), min_size=1, max_size=4))
     given_now = draw(st.lists(one_of(*distinct), min_size=1, max_size=10))
+    if draw(one_of(False, False, False, True)):
+        given_now += draw(together(config, batched))
     # Groups have some options in common.
     common, more = draw(options()), draw(st.lists(options(), min_size=1, max_size=3))
     of_groups = tuple(tuple({**dict(common), **dict(own)}.items()) for own in more)
@@ -302,7 +388,7 @@ def plans(draw):
     given_now = tuple(
         m._replace(group=keys.index((m.group, m.form))) for m in given_now
     )
-    of_groups = tuple(of_groups[number] + form for number, form in keys)
+    of_groups = tuple(fitting(of_groups[number]) + form for number, form in keys)
     limits = {
         "MAX_BUCKETS": draw(st.integers(1, 4)),
         "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
@@ -314,6 +400,7 @@ def plans(draw):
     }
     named = draw(st.booleans())
     plan = Plan(config, given_now, of_groups, batched, named, tuple(limits.items()))
+    plan = plan._replace(matrices=placed_by_tp(plan, given_now, given_now))
     return plan._replace(actions=draw(actions(plan, batched)))
 
 
@@ -322,7 +409,7 @@ class TestMuonFuzz(OnCPU):
     timeout = fuzz_player.TIMEOUT
 
     # Each rank draws the same plans.
-    @fuzz(130, plans())
+    @fuzz(110, plans())
     def test_trains_as_one_process(self, plan):
         problems = fuzz_player.Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.

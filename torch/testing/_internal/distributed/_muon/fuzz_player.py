@@ -6,7 +6,6 @@ After each event, parameters and momentum must equal those of the one process.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -99,6 +98,8 @@ class Matrix(NamedTuple):
     how: str = "chunk"
     expert: bool = False
     form: tuple[tuple[str, Any], ...] = ()
+    # The gradients' dtype, if it is not the parameter's.
+    grad_dtype: str | None = None
 
 
 class Config(NamedTuple):
@@ -106,6 +107,7 @@ class Config(NamedTuple):
 
     ``kinds`` says what each dimension of ``mesh`` is given as; None for a dimension that is not given, as
     that of a pipeline. ``functions`` are "built", "assigned" (an assign_fn of the user's) or "wrapped".
+    ``tp_dim`` is the dimension that tensor parallelism cuts of all plain matrices; None if each has its own.
     """
 
     kind: str = "dtensor"
@@ -114,6 +116,7 @@ class Config(NamedTuple):
     functions: str = "built"
     mesh: Mesh | None = None
     kinds: tuple[str | None, ...] = ()
+    tp_dim: int | None = None
 
     def dims_of(self, *kinds: str) -> tuple[int, ...]:
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
@@ -177,6 +180,31 @@ class Plan(NamedTuple):
             cut += [0] * len(self.config.dims_of("fsdp"))
             cut += [] if matrix.tp_dim is None else [matrix.tp_dim % len(matrix.shape)]
         return min(cut, default=len(matrix.shape)) >= len(matrix.shape) - 2
+
+    def shows_tp(self, matrices) -> bool:
+        """Whether a DTensor is placed on the ranks of tensor parallelism, and so shows what this cut."""
+        if self.config.mesh is None:
+            return False
+        cut = {frozenset(g) for g in self.config.mesh.groups(self.config.dims_of("tp"))}
+        meshes = (matrix.mesh for matrix in matrices if matrix.mesh is not None)
+        placed = (
+            frozenset(g) for m in meshes for dim in m.dims for g in m.groups((dim,))
+        )
+        return any(len(group) > 1 and group in cut for group in placed)
+
+    def hear(self, matrix: Matrix, culprit: int, matrices) -> set[int]:
+        """The ranks that hear at once of a mismatch in ``matrix``: its holders, and all that share a matrix with
+        one of these.
+        """
+        holders = set(self.sharing(matrix, culprit))
+        found = set(holders)
+        for other in matrices:
+            # The ranks of a stack may share none of its matrices, and so no group.
+            has_group = not other.frozen and math.prod(other.shape)
+            if has_group and self.share_all_matrices(other):
+                sets = (set(self.sharing(other, rank)) for rank in holders)
+                found.update(*sets)
+        return found
 
     def links(self, matrices) -> list[tuple[int, ...]]:
         """The sets of ranks that compare what they build."""
@@ -260,42 +288,18 @@ def placement(placements, sizes, at: int) -> Placement:
     return _StridedShard(dim, split_factor=math.prod(later))
 
 
-class Held:
-    """One parameter on this rank, and its twin in one process."""
+class Share:
+    """The elements of one parameter that a rank holds."""
 
-    def __init__(self, plan: Plan, matrix: Matrix, number: int, rank: int) -> None:
-        self.plan, self.matrix, self.number, self.rank = plan, matrix, number, rank
-        self.dtype = getattr(torch, matrix.dtype)
-        self.placements = matrix.placements
-        self.sharing = plan.sharing(matrix, rank)
-        self.seed, self.steps = number, 0
-        # Until a step its momentum may be another parameter's, or placed as a checkpoint had it.
-        self.is_new = False
-        if matrix.mesh is None and plan.config.mesh is None:
-            # Nobody else's business.
-            self.seed += 1000 * rank
-        self.expert = None
-        if matrix.expert:
-            (dim,) = plan.config.dims_of("ep")
-            self.expert = plan.config.mesh.place_of(rank)[dim]
-            self.seed += 100 * (self.expert + 1)
-        self.single = torch.nn.Parameter(self.values(0))
-        self.param = self.new_param()
-
-    def values(self, step: int) -> torch.Tensor:
-        return full(self.seed + 7919 * step, self.matrix.shape).to(self.dtype)
-
-    def new_param(self) -> torch.nn.Parameter:
-        whole = self.single.detach()
-        param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
-        return param.requires_grad_(not self.matrix.frozen)
+    def __init__(self, plan: Plan, matrix: Matrix, rank: int) -> None:
+        self.plan, self.matrix, self.rank = plan, matrix, rank
 
     def piece(self, whole: torch.Tensor, placements: Any = None) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
             mesh = self.matrix.mesh
             sizes, place = mesh.shape, mesh.place_of(self.rank)
-            for mesh_dim, dim in strided_order(placements or self.placements):
+            for mesh_dim, dim in strided_order(placements or self.matrix.placements):
                 parts = sizes_of(whole.shape[dim], sizes[mesh_dim], "chunk")
                 whole = whole.split(parts, dim)[place[mesh_dim]]
             return whole
@@ -312,12 +316,6 @@ class Held:
                     whole = whole.split(parts, dim)[group.index(self.rank)]
         return whole
 
-    def numels_of(self, rank: int) -> list[int]:
-        """How many elements of each matrix in the parameter a rank holds."""
-        other = copy.copy(self)
-        other.rank = rank
-        return [int(here.sum()) for here in other.elements_here()]
-
     def elements_here(self) -> list[torch.Tensor]:
         """For each matrix in the parameter, 1 where this rank holds an element, else 0."""
         here = torch.zeros(self.matrix.shape)
@@ -331,10 +329,58 @@ class Held:
             here = here[here.flatten(1).any(1)]
         return common_config.parts_of(here, **form)
 
+    def holds_of_gradients(self) -> list[bool]:
+        """For each gradient in the parameter, whether this rank holds an element of its matrices. The parts of a
+        fused weight have one gradient.
+        """
+        split = dict(self.matrix.form).get("split")
+        sizes = split["sizes"] if isinstance(split, dict) else split or (None,)
+        counts = [int(here.sum()) for here in self.elements_here()]
+        starts = range(0, len(counts), len(sizes))
+        return [any(counts[at : at + len(sizes)]) for at in starts]
+
+
+class Held(Share):
+    """One parameter on this rank, and its twin in one process."""
+
+    def __init__(self, plan: Plan, matrix: Matrix, number: int, rank: int) -> None:
+        super().__init__(plan, matrix, rank)
+        self.number = number
+        self.dtype = getattr(torch, matrix.dtype)
+        self.grad_dtype = getattr(torch, matrix.grad_dtype or matrix.dtype)
+        self.sharing = plan.sharing(matrix, rank)
+        self.seed, self.steps = number, 0
+        # Until a step its momentum may be another parameter's, or placed as a checkpoint had it.
+        self.is_new = False
+        if matrix.mesh is None and plan.config.mesh is None:
+            # Nobody else's business.
+            self.seed += 1000 * rank
+        self.expert = None
+        if matrix.expert:
+            (dim,) = plan.config.dims_of("ep")
+            self.expert = plan.config.mesh.place_of(rank)[dim]
+            self.seed += 100 * (self.expert + 1)
+        self.set_params(self.values(0))
+
+    def values(self, step: int) -> torch.Tensor:
+        """The gradient of a step, or the first values of the parameter."""
+        dtype = self.grad_dtype if step else self.dtype
+        return full(self.seed + 7919 * step, self.matrix.shape).to(dtype)
+
+    def set_params(self, whole: torch.Tensor) -> None:
+        """Makes the parameter and its twin, of the values ``whole``."""
+        self.single = torch.nn.Parameter(whole)
+        self.param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
+        self.param.requires_grad_(not self.matrix.frozen)
+        if self.matrix.grad_dtype is not None:
+            self.single.grad_dtype = self.param.grad_dtype = self.grad_dtype
+
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
         piece = self.piece(whole).mT if turned else self.piece(whole)
         piece = piece.clone(memory_format=torch.contiguous_format)
-        return self.wrap(piece.mT if turned else piece, whole.shape, self.placements)
+        return self.wrap(
+            piece.mT if turned else piece, whole.shape, self.matrix.placements
+        )
 
     def wrap(self, piece: torch.Tensor, shape, placements) -> torch.Tensor:
         """A DTensor where the parameter is one."""
@@ -358,14 +404,14 @@ class Held:
         if kind == "expanded":
             whole = torch.full_like(whole, 0.5)
             shape = local(self.param).shape
-            flat = torch.tensor(0.5, dtype=self.dtype).expand(shape)
-            gradient = self.wrap(flat, whole.shape, self.placements)
+            flat = torch.tensor(0.5, dtype=self.grad_dtype).expand(shape)
+            gradient = self.wrap(flat, whole.shape, self.matrix.placements)
         elif kind == "replicated" and mesh is not None:
-            everywhere = ("R",) * len(self.placements)
+            everywhere = ("R",) * len(self.matrix.placements)
             gradient = self.wrap(whole.clone(), whole.shape, everywhere)
         elif kind == "summed" and mesh is not None and mesh.in_order:
             # All of it on the first rank along each dimension.
-            terms = ("P",) * len(self.placements)
+            terms = ("P",) * len(self.matrix.placements)
             mine = whole * (not any(mesh.place_of(self.rank)))
             gradient = self.wrap(mine, whole.shape, terms)
         else:
@@ -390,8 +436,10 @@ class Held:
         if mine is None:
             return wrong if its is None else [*wrong, f"no momentum {name}"]
         if its is None:
-            its = torch.zeros(self.matrix.shape, dtype=self.dtype)
-        alike = (mine.dtype, mine.shape) == (self.dtype, self.param.shape)
+            its = torch.zeros(self.matrix.shape, dtype=self.grad_dtype)
+        # One process casts what load_state_dict() left in the next step that has a gradient.
+        its = its.to(self.grad_dtype)
+        alike = (mine.dtype, mine.shape) == (self.grad_dtype, self.param.shape)
         alike = alike and common_muon.equal(local(mine), self.piece(its))
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
@@ -415,10 +463,11 @@ class Late(Recorder):
 class Player:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.step_number = self.count = 0
-        self.idle = 0
+        self.step_number = self.idle = 0
         # By number in the plan, and in the optimizer's order, group by group.
         self.held: dict[int, Held] = {}
+        # What the ranks hold after the events so far. Each rank knows the matrices of all.
+        self.matrices: list[Matrix] = []
         self.groups: list[list[Held]] = []
 
     def run(self) -> list[str]:
@@ -469,8 +518,7 @@ class Player:
                 event()
                 texts = [str(warning.message) for warning in self.said]
                 problems += [text for text in texts if not self.may_warn(text)]
-                for held in self.order():
-                    problems += held.problems(self.optimizer, self.single)
+                problems += self.problems()
             except Exception:
                 problems.append(traceback.format_exc())
         self.said.clear()
@@ -481,6 +529,11 @@ class Player:
         found = list(enumerate(common_muon.everyone(problems, control_group())))
         renew_groups()
         return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
+
+    def problems(self) -> list[str]:
+        """How the parameters and momentum differ from those of one process."""
+        order, both = self.order(), (self.optimizer, self.single)
+        return [text for held in order for text in held.problems(*both)]
 
     def may_warn(self, text: str) -> bool:
         """Whether the plan is a reason for a warning of the engine's."""
@@ -494,7 +547,8 @@ class Player:
         return any(part in text and reason for part, reason in reasons.items())
 
     def hold(self, matrices) -> list[Held]:
-        first, self.count = self.count, self.count + len(matrices)
+        first = len(self.matrices)
+        self.matrices += matrices
         new = {
             number: Held(self.plan, matrix, number, self.rank)
             for number, matrix in enumerate(matrices, first)
@@ -558,10 +612,11 @@ class Player:
             if kind is not None
         }
         dims = {i: held.matrix.tp_dim for i, held in enumerate(self.order())}
+        of_each = {i: dim for i, dim in dims.items() if dim is not None}
         experts = {i: held.expert for i, held in enumerate(self.order())}
         return create_auto_config(
             **groups,
-            tp_dim_per_param={i: d for i, d in dims.items() if d is not None},
+            tp_dim_per_param=of_each if config.tp_dim is None else config.tp_dim,
             expert_assignments={i: e for i, e in experts.items() if e is not None},
             async_gpu_parallelism=config.asynchronous,
             prefetch_count=config.prefetch,
@@ -584,6 +639,10 @@ class Player:
 
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
+        self.step_both()
+
+    def step_both(self):
+        """Both optimizers take a step with the gradients that are set."""
         before = list(self.versions())
         seen = Late() if self.is_late else Recorder()
         with seen, common_config.NewtonSchulzCalls() as calls:
@@ -618,12 +677,13 @@ class Player:
             if not held.param.requires_grad:
                 continue
             has_grad = held.single.grad is not None
-            for sub, here in enumerate(held.elements_here()):
+            elements, knows = held.elements_here(), held.holds_of_gradients()
+            for sub, here in enumerate(elements):
                 owner, own = owners.get((index, sub)), int(here.sum())
                 if owner == self.rank:
                     least += has_grad
                     # With an empty shard, it cannot know that a gradient is missing.
-                    most += has_grad or not own
+                    most += has_grad or not knows[sub * len(knows) // len(elements)]
                     # Each element once, and the update once to each holder; in bfloat16.
                     expected += 2 * (here.numel() - own)
                 else:
@@ -642,45 +702,90 @@ class Player:
         return next(i for i, group in enumerate(self.groups) if held in group)
 
     def mismatch(self, kind, number, culprit):
-        """The ranks that share a matrix learn that ``culprit`` differs. Nothing moves.
+        """The ranks that share a matrix, and those that share others with these, learn that ``culprit`` differs.
+        Nothing moves, and the same step works afterwards.
 
         It has no gradient, one that does not fit, or another value of the option ``kind``.
         """
-        held = self.held.get(number)
-        others = set() if held is None else set(held.sharing) - {culprit}
-        knows = held is not None and culprit in held.sharing
-        knows = knows and held.param.requires_grad
-        counts = [held.numels_of(r) for r in (culprit, *others)] if knows else []
-        # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
-        if not any(own and any(rest) for own, *rest in zip(*counts)):
+        matrix = self.matrices[number]
+        hearing = self.plan.hear(matrix, culprit, self.matrices)
+        if self.rank not in hearing or not self.is_noticed(matrix, culprit):
             self.step()
             return
         self.set_gradients(())
-        options = self.optimizer.param_groups[self.group_of(held)]
-        own = {key: options[key] for key in OTHER}
-        if self.rank == culprit and kind in OTHER:
-            options[kind] = OTHER[kind] if own[kind] != OTHER[kind] else "gram"
-        elif self.rank == culprit:
-            ones = torch.ones(held.param.shape, dtype=held.dtype)
-            held.param._grad = None if kind == "none" else ones.to_sparse()
-        index = self.order().index(held)
-        # A rank names its own parameter, and the others the expert.
-        is_expert = held.matrix.expert and (kind, self.rank) != ("sparse", culprit)
-        where = "expert" if is_expert else rf"parameter {index}\b"
-        texts = {"none": "some have none", "sparse": "cannot use|sparse"}
+        mend = (lambda: None) if self.rank != culprit else self.spoil(kind, number)
         try:
             self.optimizer.step()
         except RuntimeError as error:
-            text = texts.get(kind)
-            # An option may differ for more matrices than are listed.
-            pattern = f"(?=.*({text})).*{where}" if text else "hyperparameters"
-            if not re.search(pattern, str(error)):
+            if not re.search(self.told(kind, number, culprit), str(error)):
                 raise
         else:
             raise AssertionError("no error")
-        options.update(own)
+        problems = self.problems()
+        if problems:
+            raise AssertionError(f"something moved: {problems}")
+        mend()
+        self.step_both()
+
+    def is_noticed(self, matrix, culprit):
+        """Whether other ranks can know of a gradient that ``culprit`` lacks."""
+        if matrix.frozen:
+            return False
+        others = set(self.plan.sharing(matrix, culprit)) - {culprit}
+        shares = [Share(self.plan, matrix, rank) for rank in (culprit, *others)]
+        holds = [share.holds_of_gradients() for share in shares]
+        # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
+        return any(own and any(rest) for own, *rest in zip(*holds))
+
+    def spoil(self, kind, number):
+        """Gives this rank the mismatch ``kind``. Returns what mends it."""
+        held = self.held[number]
+        if kind in OTHER:
+            options = self.optimizer.param_groups[self.group_of(held)]
+            own = {key: options[key] for key in OTHER}
+            options[kind] = OTHER[kind] if own[kind] != OTHER[kind] else "gram"
+            return functools.partial(options.update, own)
+        gradient = held.param.grad
+        if kind == "none":
+            held.param.grad = None
+        elif kind == "misshapen" and held.matrix.mesh is not None:
+            # torch compares the shapes of whole tensors only, so a plain one cannot have such a gradient.
+            rows, *others = local(held.param).shape
+            longer = torch.ones(rows + 1, *others, dtype=held.grad_dtype)
+            placements = held.matrix.placements
+            held.param.grad = held.wrap(longer, held.matrix.shape, placements)
+        else:
+            ones = torch.ones(held.param.shape, dtype=held.grad_dtype)
+            held.param._grad = ones.to_sparse()
+        return functools.partial(setattr, held.param, "grad", gradient)
+
+    def told(self, kind, number, culprit):
+        """The pattern of this rank's error."""
+        held, elsewhere = self.held.get(number), "Their error says how"
+        if held is None or culprit not in held.sharing:
+            # An option differs for all matrices of a group.
+            return f"hyperparameters|{elsewhere}" if kind in OTHER else elsewhere
+        if kind in OTHER:
+            # It may differ for more matrices than are listed.
+            return "hyperparameters"
+        # A rank names its own parameter, and the others the expert.
+        is_own = kind != "none" and self.rank == culprit
+        index = self.order().index(held)
+        is_expert = held.matrix.expert and not is_own
+        where = "expert" if is_expert else rf"parameter {index}\b"
+        text = "some have none" if kind == "none" else "cannot use"
+        if is_own:
+            text = "sparse|here has shape"
+        return f"(?=.*({text})).*{where}"
+
+    def change(self, number, **fields):
+        """Notes what all ranks know of a matrix that this one may not hold."""
+        self.matrices[number] = self.matrices[number]._replace(**fields)
+        if number in self.held:
+            self.held[number].matrix = self.matrices[number]
 
     def freeze(self, number, frozen):
+        self.change(number, frozen=frozen)
         held = self.held.get(number)
         if held is not None:
             held.param.requires_grad_(not frozen)
@@ -753,21 +858,31 @@ class Player:
                 state["state"][index] = {"momentum_buffer": value}
         if into == "new":
             self.build_optimizer()
-        self.optimizer.load_state_dict(state)
+        self.load(state)
 
-    def replace(self, number, mesh, placements, fresh, renamed):
-        """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks."""
+    def load(self, state):
+        """Loads ``state`` into the optimizer."""
+        self.optimizer.load_state_dict(state)
+        of_other_dtype = [h for h in self.order() if h.grad_dtype != h.dtype]
+        if of_other_dtype:
+            # torch rounds momentum to the dtype of the parameter, in one process as well.
+            self.single.load_state_dict(self.single.state_dict())
+        for held in of_other_dtype:
+            held.is_new = True
+
+    def replace(self, number, mesh, placements, fresh, renamed, saved):
+        """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks. Before the next
+        step, its state may be ``saved``, and loaded.
+        """
+        self.change(number, mesh=mesh, placements=placements)
         held = self.held.get(number)
         if held is None:
             return self.step()
         number = self.group_of(held)
         at = self.groups[number].index(held)
         old, former = held.single, held.param
-        held.placements, held.matrix = placements, held.matrix._replace(mesh=mesh)
         held.seed += 500 * fresh
-        value = held.values(0) if fresh else old.detach().clone()
-        held.single = torch.nn.Parameter(value)
-        held.param = held.new_param().requires_grad_(former.requires_grad)
+        held.set_params(held.values(0) if fresh else old.detach().clone())
         self.single.param_groups[number]["params"][at] = held.single
         self.optimizer.param_groups[number]["params"][at] = held.param
         state = self.single.state.pop(old, None)
@@ -778,8 +893,18 @@ class Player:
             if renamed:
                 names = self.optimizer.param_groups[number]["param_names"]
                 names[at] = f"{names[at]} renamed"
-        self.restarts = bool(self.optimizer.state.get(former)) and not inherits
+        momentum = self.optimizer.state.get(former, {}).get("momentum_buffer")
+        self.restarts = momentum is not None and not inherits
         if state is not None and inherits:
             self.single.state[held.single] = state
-            held.is_new = not held.param.requires_grad
+            # A checkpoint has the momentum as it was placed before.
+            held.is_new = saved is not None or not held.param.requires_grad
+        if saved is not None:
+            kept = self.optimizer.state_dict()
+            entry = kept["state"].get(self.order().index(held), {})
+            expected = momentum if inherits else None
+            if entry.get("momentum_buffer") is not expected:
+                raise AssertionError(f"saved {entry} instead of {expected}")
+            if saved == "and loaded":
+                self.load(kept)
         self.step()
