@@ -265,6 +265,31 @@ class Muon(Optimizer):
                 _reorder_momentum(p, self.state.get(p, {}))
 
     @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state as :meth:`Optimizer.load_state_dict` does, but momentum keeps the dtype of gradients."""
+        loaded: list[dict[str, Any]] = []
+        # The last hook gets what the others return.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, state_dict: loaded.append(state_dict)
+        )
+        if self._engine is not None and not self._engine.matches(self.param_groups):
+            self._engine.hand_over(_live_params(self), self.state)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        keys = [key for group in loaded[0]["param_groups"] for key in group["params"]]
+        for key, param in zip(keys, self._tensors(), strict=True):
+            buffer = loaded[0]["state"].get(key, {}).get("momentum_buffer")
+            # Optimizer casts it to the parameter's dtype.
+            if isinstance(buffer, Tensor) and param.grad_dtype not in (
+                None,
+                param.dtype,
+            ):
+                buffer = buffer.to(param.device, param.grad_dtype)
+                self.state[param]["momentum_buffer"] = buffer
+
+    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         r"""Adds a group of matrices.
 

@@ -45,7 +45,9 @@ class Split(NamedTuple):
         numbers = *self.sizes, self.repeats
         are_counts = all(type(n) is int and n > 0 for n in numbers)
         if not are_counts or type(self.dim) is not int or self.dim not in (0, 1):
-            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {self.option}"
+            is_malformed = isinstance(self.sizes[0], str)
+            found = self.sizes[0] if is_malformed else self.option
+            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {found}"
         length = shape[self.dim]
         if self.lines == length:
             return ""

@@ -129,7 +129,11 @@ class Products:
     def norm(self, x: Tensor) -> Tensor:
         if x.ndim == 2:
             return x.norm()
-        # One norm per matrix: a reduction over a batch may add in another order.
+        if not x.is_cpu:
+            # One launch. It may add in another order than the norm of a single matrix, whose bits no accelerator
+            # promises for a batch.
+            return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        # A CPU promises them.
         return torch.stack([matrix.norm() for matrix in x])[:, None, None]
 
     def gram(self, x: Tensor) -> Tensor:

@@ -376,7 +376,7 @@ class TestMuonMistakes(common_muon.OnCPU):
         self.assertParity(twins)
 
     def test_momentum_that_does_not_fit(self):
-        pattern = r"momentum buffer of parameter 0.*\(7, 8\)"
+        pattern = r"parameter 0.*momentum buffer.*\(7, 8\)"
         small = Spec((7, 8), mesh_of(4), (S0,))
         for buffer in (torch.zeros(7, 8), common_muon.place(torch.zeros(7, 8), small)):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
@@ -384,10 +384,10 @@ class TestMuonMistakes(common_muon.OnCPU):
             state_dict = twins.optimizer.state_dict()
             state_dict["state"][0]["momentum_buffer"] = buffer
             load = functools.partial(twins.optimizer.load_state_dict, state_dict)
-            self.assertRaisesEverywhere(load, ValueError, pattern)
+            self.assertRaisesEverywhere(load, ValueError, r"of another model.*\(7, 8\)")
             # The optimizer's own state may get it by other ways.
             twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
-            self.assertNothingMoves(twins, ValueError, pattern)
+            self.assertNothingMoves(twins, RuntimeError, pattern)
 
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())

@@ -170,7 +170,7 @@ class TestMuonPartial(OnCPU):
                 problems.append(f"momentum {i} is {momentum.placements}")
             # Some versions cannot bring a strided shard of a sum to full_tensor().
             config = create_dtensor_config()
-            for buffer in (momentum, fitting_momentum(param, total, "whole")):
+            for buffer in (momentum, fitting_momentum(param, total)):
                 whole = config.gather_fn(buffer, 0, config.state)
                 if terms is contribution and not torch.equal(whole, total):
                     problems.append(f"momentum {i}")

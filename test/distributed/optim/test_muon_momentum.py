@@ -100,34 +100,86 @@ class TestMuonMomentum(common_muon.OnCPU):
                     state["momentum_buffer"] = state["momentum_buffer"].to(wide)
             self.assertTrainsAlike(twins, 2, f"{wide}")
 
-    def test_buffers_that_are_none(self):
-        for buffer, kind, pattern in (
-            (
-                0.5,
-                TypeError,
-                "momentum buffer of parameter 1.* must be a Tensor but is a float",
-            ),
-            (
-                torch.zeros(8, 8, device="meta"),
-                ValueError,
-                "momentum buffer of parameter 1.*meta",
-            ),
+    def test_buffers_that_cannot_be_used(self):
+        """On one rank only, the other ranks waited for it until the timeout."""
+        for buffer, pattern in (
+            (0.5, "momentum buffer must be a Tensor but is a float"),
+            (torch.zeros(8, 8, device="meta"), "momentum buffer has no data.*meta"),
+            (torch.zeros(7, 8), r"momentum buffer has shape \(7, 8\)"),
         ):
-            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
-            twins.step()
-            state = twins.optimizer.state[twins.params[1]]
-            before, state["momentum_buffer"] = state["momentum_buffer"], buffer
-            starts = [local(param.detach()).clone() for param in twins.params]
-            twins.set_gradients()
-            self.assertRaisesEverywhere(twins.optimizer.step, kind, pattern)
+            for ranks in (range(4), (1,)):
+                twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
+                twins.step()
+                state = twins.optimizer.state[twins.params[1]]
+                before = state["momentum_buffer"]
+                if self.rank in ranks:
+                    state["momentum_buffer"] = buffer
+                starts = [local(param.detach()).clone() for param in twins.params]
+                twins.set_gradients()
+                found = common_muon.everyone(self.outcome(twins.optimizer.step))
+                with self.everywhere(f"{pattern} {found}"):
+                    for rank, (kind, text) in enumerate(found):
+                        self.assertEqual(kind, "RuntimeError")
+                        told = f"parameter 1 .*{pattern}"
+                        if rank not in ranks:
+                            told = "cannot use.*parameter 1 "
+                        self.assertRegex(text, told)
+                    for param, start in zip(twins.params, starts, strict=True):
+                        self.assertTrue(torch.equal(local(param.detach()), start))
+                # Nothing has moved, so the same step works afterwards.
+                state["momentum_buffer"] = before
+                twins.single.step()
+                twins.optimizer.step()
+                self.assertParity(twins)
+
+    def test_loaded_momentum_keeps_the_dtype_of_gradients(self):
+        """Optimizer casts it to the parameter's dtype, which rounded it in every resume."""
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)], torch.bfloat16))
+        for param in (*twins.params, *twins.singles):
+            param.grad_dtype = torch.float32
+        self.step_with_gradients_of(twins, torch.float32)
+        for optimizer in (twins.optimizer, twins.single):
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+            loaded = optimizer.state_dict()["state"]
             with self.everywhere():
-                for param, start in zip(twins.params, starts, strict=True):
-                    self.assertTrue(torch.equal(local(param.detach()), start))
-            # Nothing has moved, so the same step works afterwards.
-            state["momentum_buffer"] = before
-            twins.single.step()
+                for key, kept in saved["state"].items():
+                    momentum = loaded[key]["momentum_buffer"]
+                    self.assertEqual(momentum.dtype, torch.float32)
+                    expected = local(kept["momentum_buffer"])
+                    self.assertTrue(torch.equal(local(momentum), expected))
+
+    def test_replaced_twice_with_a_checkpoint_between(self):
+        """The second replacement was compared with the first parameter, whose momentum the load had dropped."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))] * 2)
+        named = [("a", twins.params[0]), ("b", twins.params[1])]
+        twins.optimizer = Muon(named, distributed_config="auto")
+        twins.step()
+
+        def replace():
+            twins.params[1] = nn.Parameter(twins.params[1].detach().clone())
+            twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+
+        with self.assertWarnsOnce():
+            replace()
+            saved = copy.deepcopy(twins.optimizer.state_dict())
+            twins.optimizer.load_state_dict(saved)
+            replace()
+            state = twins.optimizer.state_dict()["state"]
+            self.assertTrainsAlike(twins, 2)
+        with self.everywhere():
+            self.assertIn("momentum_buffer", state[1])
+
+    def test_momentum_that_starts_again_is_said_once(self):
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))] * 2)
+        twins.step()
+        twins.params[1] = nn.Parameter(twins.params[1].detach().clone())
+        twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+        with self.assertWarnsOnce("starts at zero"):
+            twins.optimizer.state_dict()
+            twins.optimizer.state_dict()
+            twins.set_gradients()
             twins.optimizer.step()
-            self.assertParity(twins)
 
     def test_replaced_parameter_in_a_checkpoint(self):
         """The checkpoint of a step that came before the next one lacked its momentum."""

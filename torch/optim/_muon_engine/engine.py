@@ -77,15 +77,19 @@ class Engine:
         self._runner: PackedStep | FunctionStep | None = None
         # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
-        replaced = _replaced(former.params, params) if former is not None else []
+        # As they were seen last, by a step or a checkpoint: whose momentum those have that take their places.
+        self._seen = params
+        replaced = _replaced(former._seen, params) if former is not None else []
         if former is not None:
             error = former.new_failure() or error
             self.reader, self.steps = copy.copy(former.reader), former.steps
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
-            self._config_indices = kept = dict(former._config_indices)
-            kept |= {new.tensor: kept.pop(old.tensor) for old, new, _ in replaced}
+            self._config_indices = dict(former._config_indices)
+            for old, new, _ in replaced:
+                index = self._config_indices.pop(old.tensor)
+                self._config_indices[new.tensor] = index
         for param in params:
             index = param.config_index if former is None else -1
             param.config_index = self._config_indices.setdefault(param.tensor, index)
@@ -261,10 +265,14 @@ class Engine:
         self._notes().take_back()
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
-        """Gives momentum to ``params`` that replaced others since the build, for a checkpoint before the next step."""
-        self._warn_about_restarted(
-            _inherit_momentum(_replaced(self.params, params), states)
-        )
+        """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
+        replaced = _replaced(self._seen, params)
+        self._seen = params
+        for old, new, _ in replaced:
+            if old.tensor in self._config_indices:
+                index = self._config_indices.pop(old.tensor)
+                self._config_indices[new.tensor] = index
+        self._warn_about_restarted(_inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
         if described and self._speaks:

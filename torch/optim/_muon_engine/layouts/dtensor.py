@@ -299,20 +299,21 @@ def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
     return param.device == buffer.device and placed_like(param, buffer)
 
 
-def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
+def fitting_momentum(param: Tensor, buffer: Any) -> Tensor:
     """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
-    ranks must make this call, because a change of the placement is a collective.
+    ranks must make this call, because a change of the placement is a collective. Raises TypeError or ValueError if
+    that is not possible.
     """
     if not isinstance(buffer, Tensor):
         raise TypeError(
-            f"the momentum buffer of {description} must be a Tensor but is a {type(buffer).__name__}"
+            f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
         )
     if buffer.is_meta and not param.is_meta:
         raise ValueError(
-            f"the momentum buffer of {description} has no data, because it is on the meta device; delete it or load it"
+            "the momentum buffer has no data, because it is on the meta device; delete it or load it"
         )
     if not placed_like(param, buffer):
-        buffer = _placed(param, buffer, description)
+        buffer = _placed(param, buffer)
     grad_dtype = gradient_dtype(param)
     if not fits(param, buffer, grad_dtype):
         dtype = grad_dtype or buffer.dtype
@@ -321,11 +322,11 @@ def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
     return buffer
 
 
-def _placed(param: Tensor, buffer: Tensor, description: str) -> Tensor:
+def _placed(param: Tensor, buffer: Tensor) -> Tensor:
     """A momentum ``buffer`` of another placement, placed like ``param``."""
     if param.shape != buffer.shape:
         raise ValueError(
-            f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
+            f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
         )
     if isinstance(buffer, DTensor):
         mesh = buffer.device_mesh
@@ -333,7 +334,7 @@ def _placed(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         placements = [Replicate()] * mesh.ndim if near is None else near.placements
         problem = _problem_with_move(buffer, placements)
         if problem:
-            raise ValueError(f"the momentum buffer of {description}: {problem}")
+            raise ValueError(f"the momentum buffer: {problem}")
         buffer = buffer.redistribute(mesh, placements).to_local()
         if near is not None:
             # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix

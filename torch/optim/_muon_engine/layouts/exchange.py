@@ -27,7 +27,10 @@ _EQUAL_SHARDS = {
     "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
     "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
 }
-_UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it"
+_UNEQUAL_REPLICAS = (
+    "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it. If it does, name its "
+    "index in a dict: next to parameters with placements, an int does not count for plain ones"
+)
 
 _CUT_APART = (
     "the ranks of {}_process_group hold it whole, but FSDP1 cuts it at other places on each of them, because their flat "

@@ -55,6 +55,8 @@ class Reader:
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
         self._infos: Sequence[ParamInfo] = ()
+        # A later reading is of an optimizer that may have lost parameters, which the config's dicts still name.
+        self._has_read = False
         self.dtensors = dtensor.DTensorLayouts()
         # From the parameters that were read last; after a failure, what all ranks know without reading.
         self.sharing: dtensor.Sharing = {}
@@ -125,7 +127,7 @@ class Reader:
         self._infos = infos
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        is_first, self._by_param = not self.sharing, {}
+        is_first, self._has_read, self._by_param = not self._has_read, True, {}
         local = _LocalReader(self)
         try:
             self.sharing = self.dtensors.sharing(params, self._flat())

@@ -331,17 +331,19 @@ class MuonCompute:
         flat = self._whole.narrow(0, 0, nbytes).view(NS_DTYPE)
         whole = flat.view(len(matrices), rows, columns)
         sent: list[Entry] = []
-        received: list[Pair] = []
-        results: list[Pair] = []
+        received: list[tuple[int, Pair]] = []
+        results: list[tuple[int, Pair]] = []
         applied: list[Entry] = []
         for matrix, of_matrix in zip(matrices, whole.unbind(), strict=True):
             if not matrix.layout.shards.partial:
                 for region in matrix.sent:
                     sent.append(Entry(matrix, region, region.of_matrix(of_matrix)))
-                for _, region, view in bucket.gather_recv.of(matrix.index):
-                    received.append(Pair(matrix, region.of_matrix(of_matrix), view))
-            for _, region, view in bucket.results_of(matrix.index):
-                results.append(Pair(matrix, view, region.of_matrix(of_matrix)))
+                for rank, region, view in bucket.gather_recv.of(matrix.index):
+                    pair = Pair(matrix, region.of_matrix(of_matrix), view)
+                    received.append((rank, pair))
+            for rank, region, view in bucket.results_of(matrix.index):
+                pair = Pair(matrix, view, region.of_matrix(of_matrix))
+                results.append((rank, pair))
             for region in matrix.shard:
                 applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
         return Batch(
@@ -570,10 +572,10 @@ def _joined_entries(entries: Sequence[Entry]) -> list[Entry]:
     return joined
 
 
-def _joined_pairs(pairs: Sequence[Pair]) -> list[Pair]:
-    """``pairs``, of which those whose tensors follow each other are one."""
+def _joined_pairs(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:
+    """``pairs``, each with a rank, of which those of one rank whose tensors follow each other are one."""
     joined: list[Pair] = []
-    for pair in pairs:
+    for _, pair in sorted(pairs, key=lambda of_rank: of_rank[0]):
         last = joined[-1] if joined else None
         if last is not None and _have_one_gradient(last.matrix, pair.matrix):
             target = _one_below_another(last.target, pair.target)

@@ -53,6 +53,7 @@ class PackedStep:
         self.side_channel = side_channel(
             list(matrices.values()), groups, serials, overlapping, device
         )
+        self._shared = [m for s in self.side_channel.statuses for m in s.matrices]
         # The order of all ranks, and this rank's part of it.
         self._groups = [bucket.ranks for bucket in schedule.buckets]
         is_debugging = schedule.one_owner_at_a_time and prefetch_count == 0
@@ -110,8 +111,7 @@ class PackedStep:
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
-        matrices = [m for s in self.side_channel.statuses for m in s.matrices]
-        self.progress.now = "statuses", matrices
+        self.progress.now = "statuses", self._shared
         with drained(self._flights):
             return self.side_channel.share(step, inputs)
 

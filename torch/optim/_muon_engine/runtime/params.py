@@ -47,23 +47,28 @@ class ParamInputs:
     def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
         """Makes a missing momentum buffer in ``state``, and replaces one that does not fit."""
         tensor = param.tensor
+        # Why the momentum or the gradient cannot be used.
+        self.problem = ""
         buffer = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = _new_momentum(param, gradient)
         elif not isinstance(buffer, Tensor) or not dtensor.fits(
             tensor, buffer, param.grad_dtype
         ):
-            buffer = dtensor.fitting_momentum(tensor, buffer, param.described)
-            state["momentum_buffer"] = buffer
+            try:
+                buffer = dtensor.fitting_momentum(tensor, buffer)
+                state["momentum_buffer"] = buffer
+            except (TypeError, ValueError) as error:
+                # The other ranks wait for this one, so they must hear of it first.
+                self.problem = str(error)
+                buffer = _new_momentum(param, gradient)
         self.param = param
         self.local = dtensor.local_part(tensor)
         self.momentum = dtensor.local_part(buffer)
         # As the user set it, and this rank's part of it, placed like the parameter.
         self.user_gradient = gradient
         self.gradient: Tensor | None = None
-        # Why the gradient cannot be used.
-        self.problem = ""
-        if gradient is not None:
+        if gradient is not None and not self.problem:
             self.problem = dtensor.problem_with(tensor, gradient)
 
 

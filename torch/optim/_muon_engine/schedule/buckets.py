@@ -147,13 +147,21 @@ def _spread(
         placed: dict[int, int] = {}
         for queue in queues.values():
             room, free = list(heights), list(limits)
+            last = -1
             for m in queue:
                 size, first = layouts[m].numel, m - layouts[m].key.block[0]
                 places = [placed[first]] if first in placed else range(count)
                 fitting = [at for at in places if free[at] >= size]
                 if not fitting:
                     return best
-                at = placed[first] = max(fitting, key=room.__getitem__)
+                at = max(fitting, key=room.__getitem__)
+                # Heads that follow each other stay together, because they are copied together.
+                is_next = last >= 0 and layouts[last].key.index == layouts[m].key.index
+                if is_next and work[last] == work[m]:
+                    before = placed[last - layouts[last].key.block[0]]
+                    if before in fitting and room[before] >= work[m]:
+                        at = before
+                placed[first], last = at, m
                 room[at] -= work[m]
                 free[at] -= size
                 buckets[at].append(m)
