@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import empty, Replicate, Shard
 from torch.optim import _newton_schulz as ns
-from torch.optim._muon_engine.layouts import Key
+from torch.optim._muon_engine.layouts.layout import Key
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners

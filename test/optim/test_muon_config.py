@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine.layouts import Region
+from torch.optim._muon_engine.layouts.layout import Region
 from torch.optim._muon_engine.process_groups import device_of_group
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (

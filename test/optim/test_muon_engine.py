@@ -6,7 +6,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts.layout import (
+    check_cover,
+    Key,
+    Layout,
+    Region,
+    Shards,
+)
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
 

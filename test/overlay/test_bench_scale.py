@@ -16,7 +16,7 @@ from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
 from tools.bench.scale.timeline import simulate
 from tools.overlay.payload import ROOT
-from torch.optim._muon_engine.layouts import check_cover
+from torch.optim._muon_engine.layouts.layout import check_cover
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
 from torch.optim._muon_engine import describe
-from torch.optim._muon_engine.layouts import Region
+from torch.optim._muon_engine.layouts.layout import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
 
 from .layouts import local_of

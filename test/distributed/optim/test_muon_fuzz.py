@@ -10,7 +10,7 @@ import math
 from collections import Counter
 
 import torch
-from torch.optim._muon_engine.layouts import Key, Layout, Shards
+from torch.optim._muon_engine.layouts.layout import Key, Layout, Shards
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of

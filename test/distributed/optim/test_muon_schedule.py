@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts.layout import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule.order import (
     Action,

@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts.layout import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import split_fused
 from torch.optim._muon_split import Split
 from tools.bench.models import Model, MODELS, Shape

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim._muon_engine.layouts import Layout
+from torch.optim._muon_engine.layouts.layout import Layout
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
 from .config import DistributedConfig
-from .layouts import dtensor, Layout, matrix_shape
+from .layouts import dtensor
+from .layouts.layout import Layout, matrix_shape
 from .layouts.groups import Reader
 from .process_groups import counters_of, process_rank, ranks_per_node
 from .runtime.executor import Executor, Progress

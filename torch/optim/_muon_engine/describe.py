@@ -9,7 +9,8 @@ from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
-from .layouts import fsdp1, fsdp2, Ranks
+from .layouts import fsdp1, fsdp2
+from .layouts.layout import Ranks
 from .process_groups import listed, ranks_per_node
 from .runtime.compute import PREPARED_BYTES
 from .schedule import owners, packs

@@ -17,7 +17,7 @@ from .agreement import agree, raise_everywhere, Signature
 from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
-from .layouts import Layout
+from .layouts.layout import Layout
 from .layouts.dtensor import device_of, fits, gradient_dtype, traits_of
 from .layouts.groups import ParamInfo
 from .process_groups import (

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
-from .layouts import Layout
+from .layouts.layout import Layout
 from .process_groups import listed
 from .runtime.params import ParamInputs
 

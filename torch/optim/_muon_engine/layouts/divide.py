@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..._muon_split import Split
-from . import Layout, Region, Regions, Shards
+from .layout import Layout, Region, Regions, Shards
 
 
 def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:

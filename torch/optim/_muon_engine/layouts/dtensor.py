@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from ..process_groups import current_device, device_of_group, process_rank, Ranks
-from . import Key, Layout, matrix_shape, Region, Regions, Shards
+from .layout import Key, Layout, matrix_shape, Region, Regions, Shards
 
 
 # Ranks that share a matrix -> the framework's groups among them.

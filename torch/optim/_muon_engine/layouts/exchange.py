@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..agreement import common, gather_values, raise_everywhere
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
-from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
+from .layout import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
 from .dtensor import gradient_dtype, is_frozen, local_part
 
 

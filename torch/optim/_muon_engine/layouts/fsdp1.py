@@ -11,7 +11,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..process_groups import listed
-from . import matrix_shape, not_2d, Region
+from .layout import matrix_shape, not_2d, Region
 
 
 class FlatTensor(NamedTuple):

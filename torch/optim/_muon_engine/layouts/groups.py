@@ -16,7 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..._muon_split import Split
 from ..agreement import all_gather_uneven
 from ..process_groups import group_ranks, larger_first, spanning_group
-from . import dtensor, fsdp1, Key, Layout, matrix_shape, not_2d, Region
+from . import dtensor, fsdp1
+from .layout import Key, Layout, matrix_shape, not_2d, Region
 from .divide import split_fused
 from .exchange import KindGroups, KINDS, LocalPieces
 

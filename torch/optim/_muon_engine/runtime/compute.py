@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..._newton_schulz import NS_DTYPE
-from ..layouts import dtensor, Region
+from ..layouts import dtensor
+from ..layouts.layout import Region
 from ..schedule.packs import grouped
 from .matrices import LocalMatrix
 from .executor import Progress

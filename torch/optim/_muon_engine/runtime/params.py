@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import dtensor, Key
+from ..layouts import dtensor
+from ..layouts.layout import Key
 
 
 class Param:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..layouts import Region
+from ..layouts.layout import Region
 from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
 from ..schedule.packs import Bucket, LocalPacks, Pack, Schedule, slot_sizes
 from .matrices import LocalMatrix

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..._newton_schulz import NS_DTYPE
-from ..layouts import Layout, Ranks, Shards
+from ..layouts.layout import Layout, Ranks, Shards
 from .owners import flops_of
 from .packs import Bucket, Schedule
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._newton_schulz import uses_gram
-from ..layouts import Layout, Ranks, Shape, Shards
+from ..layouts.layout import Layout, Ranks, Shape, Shards
 from ..layouts.divide import divide
 from ..process_groups import larger_first, listed
 

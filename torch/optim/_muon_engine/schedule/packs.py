@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._newton_schulz import NS_DTYPE
-from ..layouts import Layout, Ranks, Region
+from ..layouts.layout import Layout, Ranks, Region
 
 
 # Maximum size of one relay, unless a single shard is larger.
