@@ -25,7 +25,7 @@ if dist.is_available():
         device_of,
         DTensorLayouts,
     )
-    from torch.optim._muon_engine.layouts.groups import _LocalReader, Reader
+    from torch.optim._muon_engine.layouts.groups import _LocalReader, GroupsReader
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -127,7 +127,7 @@ class TestDTensorLayouts(TestCase):
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)
         dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
-        reader = _LocalReader(Reader({}))
+        reader = _LocalReader(GroupsReader({}))
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
             reader._tp_of_spec(Key(0), "weight", dtensor._spec)
 

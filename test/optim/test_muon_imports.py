@@ -23,7 +23,7 @@ ROWS = [
     {"schedule"},
     {"runtime"},
     {"hints"},
-    {"callbacks"},
+    {"factory", "functions"},
     {"describe"},
     {"engine"},
 ]

@@ -182,7 +182,7 @@ def checked_config(config: DistributedConfig | str | None) -> DistributedConfig 
     if config is None or isinstance(config, DistributedConfig):
         return config
     if config == "auto":
-        from torch.optim._muon_engine.callbacks import factory_config
+        from torch.optim._muon_engine.factory import factory_config
 
         return factory_config({})
     actual = repr(config) if isinstance(config, str) else type(config).__name__

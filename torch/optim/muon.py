@@ -119,7 +119,7 @@ def create_dtensor_config(
         ``state["param_metadata"][i]`` has ``device_mesh`` and ``placements`` of each DTensor.
     """
     # These modules import torch.distributed, as this one must not.
-    from torch.optim._muon_engine.callbacks import factory_config
+    from torch.optim._muon_engine.factory import factory_config
 
     return factory_config(
         {}, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
@@ -217,7 +217,7 @@ def create_auto_config(
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    from torch.optim._muon_engine.callbacks import factory_config
+    from torch.optim._muon_engine.factory import factory_config
 
     return factory_config(
         state, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers

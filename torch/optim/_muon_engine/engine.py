@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import callbacks, process_groups
+from . import factory, process_groups
 from .agreement import agree, raise_everywhere, Signature
-from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
+from .factory import is_from_factory, own_functions
 from .hints import Hints
 from .layouts.layout import Layout
 from .layouts.dtensor import device_of, fits, gradient_dtype, traits_of
-from .layouts.groups import ParamInfo
+from .layouts.reader import describe_state, ParamInfo
 from .process_groups import (
     FailureNotes,
     larger_first,
@@ -62,7 +62,7 @@ class Engine:
         is_lasting: bool = True,
     ) -> None:
         self.config, self.params = copy.copy(config), params
-        self.reader = callbacks.reader_of(config, takes_stacks)
+        self.reader = factory.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -74,7 +74,8 @@ class Engine:
         self.serials: dict[Ranks, int] = {}
         # Those keys that overlap others, on this rank or on another one of them, without containing these.
         self.overlapping: set[Ranks] = set()
-        self._runner: PackedStep | FunctionStep | None = None
+        # A PackedStep, or a FunctionStep through the user's functions.
+        self._runner: Any = None
         # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
         # As they were seen last, by a step or a checkpoint: whose momentum those have that take their places.
@@ -212,12 +213,14 @@ class Engine:
                 candidates = chain.from_iterable(wider)
                 self.groups[ranks] = spanning_group(ranks, candidates, further[ranks])
 
-    def _make_runner(self) -> PackedStep | FunctionStep:
+    def _make_runner(self) -> Any:
         """The step of this engine. The first call makes it, and takes its memory."""
-        if self._runner is None:
-            self._runner = (
-                self._packed_step() if self.uses_pipeline else FunctionStep(self)
-            )
+        if self._runner is None and self.uses_pipeline:
+            self._runner = self._packed_step()
+        elif self._runner is None:
+            from .functions import FunctionStep
+
+            self._runner = FunctionStep(self)
         return self._runner
 
     def _packed_step(self) -> PackedStep:
@@ -484,16 +487,18 @@ def _check_forms(params: Sequence[Param], formulas: Sequence[Any]) -> None:
 def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:
     """Fills ``engine.assignments``. Returns the owner of each layout."""
     config, tensors = engine.config, [param.tensor for param in engine.params]
-    entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
+    entries: dict[str, Any] = {factory.LAYOUTS: layouts}
     if engine.reader is not None:
-        engine.reader.describe_state(config.state)
+        describe_state(engine.reader, config.state)
         if not engine.uses_pipeline:
-            callbacks.check_stacks(engine.params, layouts)
+            from .functions import check_stacks
+
+            check_stacks(engine.params, layouts)
         if is_from_factory(config, "assign"):
-            owners, engine.assignments = callbacks.choose_owners(tensors, layouts)
+            owners, engine.assignments = factory.choose_owners(tensors, layouts)
             return owners
         entries |= {"rank": engine.rank, "world_size": engine.world_size}
-    with callbacks.lent(config.state, entries):
+    with factory.lent(config.state, entries):
         assignments = config.assign_fn(tensors, config.state)
     described = [param.described for param in engine.params]
     owners = owners_of(assignments, layouts, described, engine.world_size)

@@ -1,38 +1,27 @@
-"""The reader: where an optimizer's parameters are, by their placements or over process groups."""
+"""Where an optimizer's parameters are, over process groups, by placements and by FSDP1's metadata."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from ..._muon_split import Split
-from ..agreement import all_gather_uneven
-from ..process_groups import group_ranks, larger_first, spanning_group
+from ..process_groups import group_ranks, larger_first
 from . import dtensor, fsdp1
 from .layout import Key, Layout, matrix_shape, not_2d, Region
-from .divide import split_fused
 from .exchange import KindGroups, KINDS, LocalPieces
+from .reader import cut_into_parts, flat_indices, info_of, ParamInfo
 
 
-class ParamInfo(NamedTuple):
-    """A parameter's index in the dicts of the config, its name, and its options ``split`` and ``flatten``."""
-
-    config_index: int
-    name: str | None = None
-    form: tuple[Split, bool] = (Split(), False)
-
-
-class Reader:
-    """Asks the framework where the shards of an optimizer's parameters are. A plain tensor that no group of the
-    config's ``state`` shares is a whole matrix of each rank.
+class GroupsReader:
+    """Asks the process groups of a config's ``state``, DTensors and FSDP1 where the shards of an optimizer's parameters
+    are. A plain tensor that no group shares is a whole matrix of each rank.
     """
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
@@ -46,7 +35,9 @@ class Reader:
                 self.problem = f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
                 self.given[kind] = None
         groups = {kind: self.given[kind] for kind in KINDS}
-        self.shared = {k: g for k, g in groups.items() if g and g.size() > 1}
+        self.shared: Mapping[str, ProcessGroup] = {
+            kind: group for kind, group in groups.items() if group and group.size() > 1
+        }
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
@@ -62,11 +53,11 @@ class Reader:
         # From the parameters that were read last; after a failure, what all ranks know without reading.
         self.sharing: dtensor.Sharing = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
-        self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
+        self.by_param: dict[int, tuple[list[Layout], Tensor]] = {}
 
     def info(self, index: int) -> ParamInfo:
         """The info with which parameter ``index`` was read, or its default."""
-        return self._infos[index] if index < len(self._infos) else ParamInfo(index)
+        return info_of(self._infos, index)
 
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
@@ -128,10 +119,10 @@ class Reader:
         self._infos = infos
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        is_first, self._has_read, self._by_param = not self._has_read, True, {}
+        is_first, self._has_read, self.by_param = not self._has_read, True, {}
         local = _LocalReader(self)
         try:
-            self.sharing = self.dtensors.sharing(params, self._flat())
+            self.sharing = self.dtensors.sharing(params, flat_indices(self._infos))
             local.add_units()
             self.shows_tp = self._finds_tp(params, local.views)
             if error is None and is_first:
@@ -146,12 +137,10 @@ class Reader:
             local.mesh_groups += [group for group in groups if group.size() > 1]
         layouts = local.complete(error)
         self.sharing = self._sharing_of(params, layouts, local)
-        parts: list[Layout] = []
         for layout in layouts:
             index = layout.key.index
-            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
-            fused, _ = self.info(index).form
-            parts += split_fused(layout, fused) if fused.sizes else [layout]
+            self.by_param.setdefault(index, ([], params[index]))[0].append(layout)
+        parts = cut_into_parts(layouts, self._infos)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
@@ -171,101 +160,30 @@ class Reader:
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
 
-    def _flat(self) -> list[int]:
-        return [index for index, info in enumerate(self._infos) if info.form[1]]
-
     def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         shared = {tuple(sorted(group_ranks(g))): [g] for g in self.shared.values()}
-        return {**self.dtensors.sharing(params, self._flat()), **shared}
+        return {**self.dtensors.sharing(params, flat_indices(self._infos)), **shared}
 
-    def describe_state(self, state: dict[str, Any]) -> None:
-        """Writes the entries into a config's ``state`` that users are promised."""
-        state["param_metadata"] = {
-            index: {"device_mesh": like.device_mesh, "placements": like.placements}
-            for index, (_, like) in self._by_param.items()
-            if isinstance(like, DTensor)
-        }
-
-    def shape_of(self, index: int) -> torch.Size:
-        """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
-        layouts, like = self._by_param[index]
-        rows, columns = layouts[0].shape
+    def layouts_of(self, tensor: Tensor, index: int) -> list[Layout]:
+        """The layouts of the matrices of a plain ``tensor``, which takes the place of parameter ``index``. The ranks of the
+        groups exchange their parts.
+        """
         _, flatten = self.info(index).form
-        outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
-        return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
-
-    def whole(self, tensor: Tensor, index: int, in_step: bool) -> Tensor:
-        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
-        self.check_tp_dim(tensor, index)
-        layouts, like = self._by_param.get(index, ([], tensor))
-        _, flatten = self.info(index).form
-        # Outside of a step, shapes may have changed. A copy of FSDP1's flat piece cannot tell its shape.
-        is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
-        is_as_read = layouts and (in_step or is_copy)
-        if isinstance(tensor, DTensor):
-            layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
-        elif not is_as_read or (len(layouts) == 1 and like.shape != tensor.shape):
-            if tensor.ndim > 2 and not flatten and "fsdp" in self.shared:
-                raise ValueError(
-                    f"gather_fn cannot put together parameter {index} outside of step(): ranks of fsdp_process_group hold other "
-                    "matrices of a stack. Call it with a DTensor"
-                )
-            local = _LocalReader(self)
-            local.add(index, tensor)
-            layouts = local.complete()
-        if len(layouts) > 1 and tensor.ndim < 3:
+        if tensor.ndim > 2 and not flatten and "fsdp" in self.shared:
             raise ValueError(
-                f"parameter {index} holds {len(layouts)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
+                f"gather_fn cannot put together parameter {index} outside of step(): ranks of fsdp_process_group hold other "
+                "matrices of a stack. Call it with a DTensor"
             )
-        # A step's own piece is like the parameter, and as large. It must not outlive the step.
-        if not (in_step and tensor.shape == like.shape):
-            self._by_param[index] = layouts, tensor
-        piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        # The ranks of a mesh may have different matrices of a stack.
-        mesh = getattr(tensor, "device_mesh", None)
-        ranks = dtensor.mesh_ranks(mesh) if mesh else layouts[0].holders
-        if len(ranks) == 1:
-            return piece if piece.shape == shape else piece.reshape(shape)
-        # The engine's group, if it has read this parameter.
-        sharing = self.sharing or self.dtensors.sharing([tensor], [0] * flatten)
-        group = spanning_group(ranks, sharing.get(ranks, self.shared.values()))
-        # Backends of accelerators do not take an offloaded piece.
-        sent = piece.reshape(-1).to(dtensor.device_of([tensor], [group]))
-        flat = [other.to(piece.device) for other in all_gather_uneven(sent, group)]
-        pieces = dict(zip(ranks, flat, strict=True))
-        # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-        full = piece.new_zeros(shape)
-        for layout in layouts:
-            for rank, *_ in layout.shards.replica_sets:
-                for region in layout.shards.of(rank):
-                    matrix = full.view(-1, *layout.shape)[layout.key.sub]
-                    part, out = region.of_local(pieces[rank]), region.of_matrix(matrix)
-                    # Adding to zeros would lose the sign of a zero.
-                    out.add_(part) if layout.shards.partial else out.copy_(part)
-        return full
-
-    def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
-        """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
-        layouts, like = self._by_param.get(index, ([], full))
-        if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
-            )
-        if layouts and full.shape != self.shape_of(index):
-            raise ValueError(
-                f"redistribute_fn takes the whole parameter {index} of shape {tuple(self.shape_of(index))}, not {tuple(full.shape)}"
-            )
-        if not isinstance(like, DTensor):
-            if not layouts or len(layouts[0].holders) == 1:
-                return full if full.shape == like.shape else full.reshape(like.shape)
-        return dtensor.cut_out(layouts, full, like, owner)
+        local = _LocalReader(self)
+        local.add(index, tensor)
+        return local.complete()
 
 
 class _LocalReader(LocalPieces):
     """Collects what this rank knows about the matrices of one ``reader``."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: GroupsReader) -> None:
         super().__init__(reader.shared, reader.given["ep"])
         self.reader, self.shared = reader, reader.shared
 

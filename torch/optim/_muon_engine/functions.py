@@ -1,14 +1,13 @@
-"""The three functions of a factory's config, and a step through functions that the user replaced.
+"""A step through functions that the user replaced.
 
 A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each parameter
-is then a bucket of its own, whose exchange calls these functions. A factory's own one asks the reader.
+is then a bucket of its own, whose exchange calls these functions.
 """
 
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,136 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
-from .config import DistributedConfig
+from .factory import lent, READER, STEP
 from .layouts import dtensor
 from .layouts.layout import Layout, matrix_shape
-from .layouts.groups import Reader
-from .process_groups import counters_of, process_rank, ranks_per_node
 from .runtime.executor import Executor, Progress
 from .runtime.memory import Memory
 from .runtime.params import Param, StepInputs
 from .runtime.transport import InFlight
 from .schedule.order import local_order, LocalWork, step_order
-from .schedule.owners import assign_owners
-
-
-# Entries of a config's state: the layouts while an engine calls an ``assign_fn``, the step that calls the
-# other functions, and the reader of functions that are called outside of a step.
-LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
-
-
-@contextmanager
-def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
-    """Gives ``state`` the ``entries`` while functions are called: an engine of another world must not find them."""
-    before = {key: state[key] for key in entries if key in state}
-    state.update(entries)
-    try:
-        yield
-    finally:
-        for key in entries:
-            state.pop(key, None)
-        state.update(before)
-
-
-def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
-    """A new reader; None if the user wrote the config from scratch, or for another framework."""
-    is_elsewhere = "rank" in config.state and not dist.is_initialized()
-    moves_nothing = len(own_functions(config)) == 2
-    if not _is_factorys(config.state) or (is_elsewhere and moves_nothing):
-        return None
-    return Reader(config.state, takes_stacks)
-
-
-def choose_owners(
-    params: Sequence[Tensor], layouts: Sequence[Layout]
-) -> tuple[list[int], dict[int, list[int]]]:
-    """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-    per_node = ranks_per_node()
-    owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
-    sharing = {layout.holders for layout in layouts}
-    owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
-    # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
-    owner_of: dict[int, int] = {}
-    for layout, owner in zip(layouts, owners, strict=True):
-        owner_of.setdefault(layout.key.index, owner)
-    for index in range(len(params)):
-        owned.setdefault(owner_of.get(index, process_rank()), []).append(index)
-    return owners, dict(sorted(owned.items()))
-
-
-def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
-    """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
-    layouts = state.get(LAYOUTS)
-    if layouts is None:
-        # An earlier reader describes other parameters.
-        state.pop(_READER, None)
-        reader = _reader(state)
-        layouts = reader.read(params)
-        reader.describe_state(state)
-    return choose_owners(params, layouts)[1]
-
-
-def gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
-    """The whole tensor of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
-    index = state.get("current_param_idx", 0)
-    return _reader(state).whole(tensor, index, in_step=_STEP in state)
-
-
-def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:
-    """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
-    index, reader = state.get("current_param_idx", 0), _reader(state)
-    if tensor is not None:
-        reader.check_tp_dim(tensor, index)
-    if _STEP in state:
-        tensor = state[_STEP].broadcast(index, tensor, reader.shape_of(index))
-    if tensor is None:
-        raise ValueError(
-            "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
-        )
-    return reader.piece(tensor, index, rank)
-
-
-_FACTORYS = {"assign": assign, "gather": gather, "redistribute": redistribute}
-
-
-def factory_config(
-    state: dict[str, Any],
-    async_gpu_parallelism: bool = True,
-    prefetch_count: int = 1,
-    owners_per_matrix: int | str = 1,
-    keep_buffers: bool = False,
-) -> DistributedConfig:
-    """A config with the factory's functions. Raises ValueError if an option is invalid."""
-    owners = owners_per_matrix
-    if owners != "auto" and (type(owners) is not int or owners < 1):
-        raise ValueError(f'owners_per_matrix is {owners!r}, not "auto" or an int >= 1')
-    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}, **state}
-    state |= {"owners_per_matrix": owners, "keep_buffers": keep_buffers}
-    return DistributedConfig(
-        assign, gather, redistribute, state, async_gpu_parallelism, prefetch_count
-    )
-
-
-def is_from_factory(config: DistributedConfig, name: str) -> bool:
-    """Whether the function ``name`` of ``config`` is the one that a factory made."""
-    return getattr(config, f"{name}_fn") is _FACTORYS[name]
-
-
-def own_functions(config: DistributedConfig) -> list[str]:
-    """Those of the two functions that move data which are not a factory's."""
-    return [n for n in ("gather", "redistribute") if not is_from_factory(config, n)]
-
-
-def _is_factorys(state: Mapping[str, Any]) -> bool:
-    return state.get("reader") in ("dtensor", "process_groups")
-
-
-def _reader(state: dict[str, Any]) -> Reader:
-    if _READER not in state:
-        if not _is_factorys(state):
-            raise RuntimeError("a factory's functions need the state of their config")
-        state[_READER] = Reader(state)
-    return state[_READER]
 
 
 def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
@@ -259,10 +136,10 @@ class FunctionStep:
         reader = self.engine.reader
         self.progress.now = "placement of the gradients", self.engine.ordered
         inputs.place_gradients(self.engine.ordered)
-        entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
+        entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
-            entries = {**entries, **ranks, _READER: reader}
+            entries = {**entries, **ranks, READER: reader}
         with lent(self.config.state, entries):
             self._executor.run(inputs)
         self.progress.now = "", ()
