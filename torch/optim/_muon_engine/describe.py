@@ -12,7 +12,7 @@ from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
 from .layouts import fsdp1, fsdp2
 from .layouts.layout import Ranks
 from .process_groups import listed, ranks_per_node
-from .runtime.compute import PREPARED_BYTES
+from .runtime.bound import PREPARED_BYTES
 from .schedule import owners, packs
 from .schedule.order import RELAYS_IN_FLIGHT
 from .schedule.packs import Schedule

@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from ..process_groups import Ranks
 from ..schedule.order import local_order, LocalWork, Phase, step_order
 from ..schedule.packs import Schedule, slots_for
+from .bound import Binder
 from .compute import MuonCompute
 from .executor import connect, drained, Executor, Progress
 from .matrices import matrices_of
@@ -64,9 +65,9 @@ class PackedStep:
             for operation in self._order
             if operation.phase is Phase.GATHER and operation.bucket in by_index
         ]
-        self.compute = MuonCompute(
-            in_order_of_gathers, params, rank, self.memory, self.progress
-        )
+        binder = Binder(in_order_of_gathers, params, rank, self.memory)
+        groups_of_params = {matrix.group for matrix in matrices.values()}
+        self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
         self._executor: Any = None
         formulas = {param.group: param.formulas for param in params}
         self._bind(

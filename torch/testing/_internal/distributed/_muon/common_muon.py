@@ -254,11 +254,11 @@ def as_on_an_accelerator(optimizer):
     the gradients of a bucket together. The buffers are on the CPU.
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
-    runner.side_channel.device = runner.compute.device = device
+    runner.side_channel.device = runner.compute.binder.device = device
     for statuses in runner.side_channel.statuses:
         statuses.device = device
     # The next step binds its lists again.
-    runner.compute.is_cpu, runner.compute._compute_keys = False, {}
+    runner.compute.binder.is_cpu, runner.compute._compute_keys = False, {}
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
