@@ -73,10 +73,9 @@ def test_plans_are_the_schedule_s_own_packs(name, max_peers, monkeypatch):
         check_cover(layout)
     monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
     schedule = schedule_of(layouts, ranks_per_node=4)
-    for turn in make_plan(schedule, 16, 4).turns:
-        for plan in turn:
-            for place, rank in enumerate(plan.ranks.tolist()):
-                assert_as_packs(schedule, plan, place, rank)
+    for plan in make_plan(schedule, 16, 4).buckets:
+        for place, rank in enumerate(plan.ranks.tolist()):
+            assert_as_packs(schedule, plan, place, rank)
 
 
 def assert_as_packs(schedule, plan, place, rank):
