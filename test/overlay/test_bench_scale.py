@@ -1,5 +1,6 @@
 """The simulated step: by hand where it is small, and against the engine's own packs; and its page."""
 
+import itertools
 import json
 import re
 
@@ -50,6 +51,20 @@ def test_buckets_by_hand():
         step = simulate(make_plan(schedule_of(layouts), 2, 1), BY_HAND, prefetch)
         assert step.done.tolist() == [seconds] * 2
         assert step.busy.tolist() == [matrices / 2] * 2
+
+
+def test_relays_travel_with_the_group_s_next_but_one_bucket():
+    """Those of the last two buckets have no later one: they come at the end."""
+    layouts = layouts_of(Model([(4, 4)] * 32), "ddp", 8)
+    plan = make_plan(schedule_of(layouts), 8, 1)
+    assert len(plan.buckets) == 4
+    step = simulate(plan, BY_HAND)
+    kinds = [e.kind for e in step.events if e.kind in ("orthogonalize", "relay")]
+    runs = [(kind, len([*run])) for kind, run in itertools.groupby(kinds)]
+    relays = ("relay", 8)
+    assert runs[:2] == [("orthogonalize", 2), relays]
+    assert runs[2:4] == [("orthogonalize", 1), relays]
+    assert runs[4:] == [("orthogonalize", 1), ("relay", 16)]
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
