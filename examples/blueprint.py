@@ -646,9 +646,9 @@ if __name__ == "__main__":
 # | `dist_meta` (master schedule) | a layout and a schedule (layouts/layout.py: Layout) | `dist_meta` has this rank's ranges. A layout has every rank's regions, and the ranks compare theirs (agreement.py: agree). |
 # | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. A slot has room for one bucket and no padding. Accelerators free it between steps. |
 # | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |
-# | run math | Newton-Schulz on the owner (runtime/pipeline.py: orthogonalize) | There, each rank with a part of a matrix orthogonalizes all of it. |
+# | run math | Newton-Schulz on the owner (runtime/compute.py: compute) | There, each rank with a part of a matrix orthogonalizes all of it. |
 # | TP shard, DP shard | the scatter of a bucket (runtime/transport.py: start_scatter) | There, each rank has the whole result and slices it. Here the owner sends the regions. |
-# | ZeRO-1 | momentum is placed as its parameter (runtime/__init__.py: begin) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
+# | ZeRO-1 | momentum is placed as its parameter (runtime/params.py: ParamInputs) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
 #
 # [poc]: https://github.com/NVIDIA/Megatron-LM/pull/1428
 #

@@ -30,6 +30,7 @@ from torch.optim.muon import (
 from torch.profiler import profile, record_function
 
 
+# By the actions of a step. Relays exist with many replicas only.
 COLOURS = {
     "gather": "#9ecae1",
     "wait for gather": "#d9d9d9",
@@ -37,7 +38,9 @@ COLOURS = {
     "scatter": "#fdae6b",
     "wait for scatter": "#bdbdbd",
     "apply": "#a63603",
+    "relay": "#a1d99b",
     "wait for relay": "#969696",
+    "apply relayed": "#006d2c",
 }
 TOGETHER = "all ranks are here"
 RANGE = re.compile(r"Muon (.+), bucket (\d+) of \d+ ranks")

@@ -1,5 +1,6 @@
 """The simulated step: by hand where it is small, and against the engine's own packs; and its page."""
 
+import itertools
 import json
 import re
 
@@ -52,6 +53,20 @@ def test_buckets_by_hand():
         assert step.busy.tolist() == [matrices / 2] * 2
 
 
+def test_relays_travel_with_the_group_s_next_but_one_bucket():
+    """Those of the last two buckets have no later one: they come at the end."""
+    layouts = layouts_of(Model([(4, 4)] * 32), "ddp", 8)
+    plan = make_plan(schedule_of(layouts), 8, 1)
+    assert len(plan.buckets) == 4
+    step = simulate(plan, BY_HAND)
+    kinds = [e.kind for e in step.events if e.kind in ("orthogonalize", "relay")]
+    runs = [(kind, len([*run])) for kind, run in itertools.groupby(kinds)]
+    relays = ("relay", 8)
+    assert runs[:2] == [("orthogonalize", 2), relays]
+    assert runs[2:4] == [("orthogonalize", 1), relays]
+    assert runs[4:] == [("orthogonalize", 1), ("relay", 16)]
+
+
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
 PLACES = {
     "fsdp": ("fsdp", 16),
@@ -73,10 +88,9 @@ def test_plans_are_the_schedule_s_own_packs(name, max_peers, monkeypatch):
         check_cover(layout)
     monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
     schedule = schedule_of(layouts, ranks_per_node=4)
-    for turn in make_plan(schedule, 16, 4).turns:
-        for plan in turn:
-            for place, rank in enumerate(plan.ranks.tolist()):
-                assert_as_packs(schedule, plan, place, rank)
+    for plan in make_plan(schedule, 16, 4).buckets:
+        for place, rank in enumerate(plan.ranks.tolist()):
+            assert_as_packs(schedule, plan, place, rank)
 
 
 def assert_as_packs(schedule, plan, place, rank):

@@ -79,12 +79,22 @@ def test_timeline(tmp_path):
     run = run_example(script, *options, processes=2)
     assert run.code == 0, run.err
     assert "2 ranks (0, 1), 24 matrices" in run.out
-    rows = re.findall(r"^ +([01])((?: +\d+\.\d){7})$", run.out, re.MULTILINE)
+    rows = re.findall(r"^ +([01])((?: +\d+\.\d){9})$", run.out, re.MULTILINE)
     assert [rank for rank, _ in rows] == ["0", "1"]
     for _, spent in rows:
         gather, _, orthogonalize, scatter, *_ = map(float, spent.split())
         assert min(gather, orthogonalize, scatter) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline_has_a_colour_for_each_action(monkeypatch):
+    """A step with relays ended in a KeyError: its profiler ranges had new names."""
+    pytest.importorskip("torch.optim.muon")
+    from torch.optim._muon_engine.schedule.order import Action
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    timeline = importlib.import_module("timeline")
+    assert list(timeline.COLOURS) == [action.value for action in Action]
 
 
 @pytest.fixture

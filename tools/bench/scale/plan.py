@@ -5,7 +5,7 @@ arrays of shape (owners, ranks). A test compares them with the engine's own pack
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -160,25 +160,19 @@ def together(
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a turn have disjoint groups, which run at the same time."""
+    """The buckets of all groups, in the schedule's order."""
 
     world: int
     gpus_per_node: int
     one_owner_at_a_time: bool
-    turns: list[list[BucketPlan]] = field(default_factory=list)
+    buckets: list[BucketPlan]
 
 
 def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
-    plan = Plan(world, gpus_per_node, schedule.one_owner_at_a_time)
-    busy = np.ones(world, bool)
-    for bucket in schedule.buckets:
-        ranks = np.array(bucket.ranks)
-        if busy[ranks].any():
-            plan.turns.append([])
-            busy[:] = False
-        busy[ranks] = True
-        plan.turns[-1].append(_plan_bucket(schedule, bucket, gpus_per_node))
-    return plan
+    buckets = [
+        _plan_bucket(schedule, bucket, gpus_per_node) for bucket in schedule.buckets
+    ]
+    return Plan(world, gpus_per_node, schedule.one_owner_at_a_time, buckets)
 
 
 def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> BucketPlan:

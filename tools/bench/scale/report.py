@@ -49,8 +49,8 @@ def report(
         "title": case.title,
         "matrices": len(schedule.layouts),
         "owners": len(set(schedule.owners)),
-        "buckets": max(b.bucket.index for turn in plan.turns for b in turn) + 1,
-        "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
+        "buckets": max(b.bucket.index for b in plan.buckets) + 1,
+        "relays": sum(len(b.relays) for b in plan.buckets),
         "step": step.seconds,
         "idle": 1 - float(step.busy.mean()) / step.seconds,
         "sent": (sent.mean(), sent.max()),
@@ -93,7 +93,7 @@ def report(
 def link_bytes(plan: Plan) -> NDArray:
     """The bytes on each rank's links, with relays, shape (out or in, intra or inter, ranks)."""
     total = np.zeros((2, 2, plan.world))
-    for bucket in (bucket for turn in plan.turns for bucket in turn):
+    for bucket in plan.buckets:
         for hop in (*bucket.gather, *bucket.scatter):
             total[:, :, bucket.ranks] += hop.nbytes
         for wave in bucket.relays:

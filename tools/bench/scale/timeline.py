@@ -1,9 +1,10 @@
-"""Plays one step of ``runtime/pipeline.py`` for all ranks at once: vectors of times, in seconds."""
+"""Plays one step in the order of ``schedule/order.py`` for all ranks at once: vectors of times, in seconds."""
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.optim._muon_engine.schedule.order import Phase, step_order
 
 from .hardware import Hardware
 from .plan import BucketPlan, IN, Plan, Wave
@@ -40,43 +41,38 @@ class Timeline:
         self.now = np.zeros(plan.world)
         self.busy = np.zeros(plan.world)
         self.events: list[Event] = []
-        self.by_ranks: dict[tuple[int, ...], list[BucketPlan]] = {}
-        for turn in plan.turns:
-            for bucket in turn:
-                self.by_ranks.setdefault(bucket.bucket.ranks, []).append(bucket)
         # When the link of each rank is free: its transfers take turns.
         self.free = np.zeros(plan.world)
         # When the last collective of each communicator is over.
         self.over: dict[object, NDArray | float] = {}
         # By bucket: when its gather, or its scatter, is over on each rank.
         self.arrived: dict[int, NDArray] = {}
-        self.waves: list[Wave] = []
 
     def run(self) -> Step:
-        for turn in self.plan.turns:
-            for bucket in turn:
-                if bucket.bucket.index <= self.prefetch:
-                    self.exchange(bucket, "gather")
-        returning: dict[tuple[int, ...], BucketPlan] = {}
-        for turn in self.plan.turns:
-            self.orthogonalize(turn)
-            for bucket in turn:
+        """Plays the engine's own order. Groups that share no rank run at the same time, because each operation
+        only reads and moves the times of its bucket's ranks.
+        """
+        groups = [bucket.bucket.ranks for bucket in self.plan.buckets]
+        one_at_a_time = self.plan.one_owner_at_a_time and self.prefetch == 0
+        # By group: the buckets whose results were applied, and whose relays have not begun.
+        waiting: dict[tuple[int, ...], list[BucketPlan]] = {}
+        for phase, index in step_order(groups, self.prefetch, one_at_a_time):
+            bucket = self.plan.buckets[index]
+            to_relay = waiting.setdefault(groups[index], [])
+            if phase is Phase.GATHER:
+                self.exchange(bucket, "gather")
+            elif phase is Phase.COMPUTE:
+                self.wait(bucket)
+                self.orthogonalize(bucket, to_relay)
+                to_relay.clear()
+            elif phase is Phase.SCATTER:
                 self.exchange(bucket, "scatter")
-                finished = returning.pop(bucket.bucket.ranks, None)
-                if self.plan.one_owner_at_a_time and self.prefetch == 0:
-                    finished = bucket
-                else:
-                    returning[bucket.bucket.ranks] = bucket
-                if finished is not None:
-                    self.finish(finished)
-                ring = self.by_ranks[bucket.bucket.ranks]
-                if bucket.bucket.index + self.prefetch + 1 < len(ring):
-                    follower = ring[bucket.bucket.index + self.prefetch + 1]
-                    self.exchange(follower, "gather")
-        for bucket in returning.values():
-            self.now = self.relay()
-            self.finish(bucket)
-        self.now = self.relay()
+            elif phase is Phase.APPLY:
+                self.wait(bucket)
+                to_relay.append(bucket)
+            else:
+                to_relay.remove(bucket)
+                self.now = self.relay([bucket])
         return Step(self.now, self.busy, self.events)
 
     def exchange(self, bucket: BucketPlan, kind: str) -> None:
@@ -113,31 +109,27 @@ class Timeline:
         arrived = self.arrived.pop(id(bucket))
         self.now[bucket.ranks] = np.maximum(self.now[bucket.ranks], arrived)
 
-    def finish(self, bucket: BucketPlan) -> None:
-        self.wait(bucket)
-        self.waves += bucket.relays
-
-    def orthogonalize(self, turn: list[BucketPlan]) -> None:
-        """Each rank's matrices of ``turn``, while the relays of earlier results travel."""
-        relayed = self.relay()
-        for bucket in turn:
-            self.wait(bucket)
-            ranks = bucket.ranks[bucket.owners]
-            begin = self.now[ranks]
-            seconds = bucket.seconds(self.hardware)
-            self.busy[ranks] += seconds
-            self.now[ranks] = begin + seconds
-            event = Event("orthogonalize", ranks, begin, self.now[ranks])
-            self.events.append(event)
+    def orthogonalize(self, bucket: BucketPlan, to_relay: list[BucketPlan]) -> None:
+        """Each rank's matrices of ``bucket``, while the results of the buckets ``to_relay`` travel. The engine has
+        two relays in flight, which take turns with the batches. Here a link takes them in turn, and batches do
+        not end.
+        """
+        relayed = self.relay(to_relay)
+        ranks = bucket.ranks[bucket.owners]
+        begin = self.now[ranks]
+        seconds = bucket.seconds(self.hardware)
+        self.busy[ranks] += seconds
+        self.now[ranks] = begin + seconds
+        self.events.append(Event("orthogonalize", ranks, begin, self.now[ranks]))
         self.now = np.maximum(self.now, relayed)
 
-    def relay(self) -> NDArray:
-        """Starts all waiting broadcasts; when each rank has everything from them."""
+    def relay(self, buckets: list[BucketPlan]) -> NDArray:
+        """Starts all broadcasts of ``buckets``; when each rank has everything from them."""
         over = self.now.copy()
-        for wave in self.waves:
-            end = self.broadcast(wave)
-            over[wave.ranks] = np.maximum(over[wave.ranks], end)
-        self.waves = []
+        for bucket in buckets:
+            for wave in bucket.relays:
+                end = self.broadcast(wave)
+                over[wave.ranks] = np.maximum(over[wave.ranks], end)
         return over
 
 
