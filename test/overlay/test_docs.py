@@ -235,7 +235,7 @@ def test_api_is_that_of_the_code():
     patch = (ROOT / "patches" / "0001-docs-distributed-muon.patch").read_text()
     assert set(muon.__all__) <= set(re.findall(r"^\+    (\w+)$", patch, re.MULTILINE))
     public = {name for name in vars(muon.Muon) if not name.startswith("_")}
-    inherited = {"state_dict", "add_param_group"}
+    inherited = {"state_dict", "load_state_dict", "add_param_group"}
     assert {f"Muon.{name}" for name in public - inherited} <= titles.keys()
     for title, section in titles.items():
         rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", section, re.MULTILINE)
