@@ -83,7 +83,7 @@ def in_full(engine: Any) -> str:
     """The owners, the cost of a step, and the busiest ranks."""
     count, schedule = len(engine.params), engine.schedule
     first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
-    if not engine.uses_pipeline:
+    if not engine.is_packed:
         lines = [first + "exchanged by the user's functions"]
         for rank, owned in engine.assignments.items():
             names = [engine.params[i].described for i in owned]

@@ -117,7 +117,7 @@ class Engine:
             self._hints = Hints(layouts, self.rank)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
-            if self.uses_pipeline and self.device.type != "cpu" and not is_meta:
+            if self.is_packed and self.device.type != "cpu" and not is_meta:
                 _connect(self, index)
         except Exception as raised:
             for step in (self.steps, self.steps + 1):
@@ -152,7 +152,7 @@ class Engine:
         return device_of(params, chain.from_iterable(reader.sharing.values()))
 
     @property
-    def uses_pipeline(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not own_functions(self.config)
 
@@ -171,7 +171,7 @@ class Engine:
                 layouts = self.reader.read(tensors, infos, error)
             if error is None:
                 self.config.check()
-                if self.uses_pipeline and is_from_factory(self.config, "assign"):
+                if self.is_packed and is_from_factory(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
@@ -206,7 +206,7 @@ class Engine:
             ranks_per_node=per_node,
             slots=slots_for(self.config.prefetch_count),
         )
-        if self.uses_pipeline:
+        if self.is_packed:
             further = self.schedule.further_groups(self.rank)
             for ranks in larger_first(further.keys() - self.groups.keys()):
                 wider = [sharing[every] for every in sharing if {*ranks} <= {*every}]
@@ -215,7 +215,7 @@ class Engine:
 
     def _make_runner(self) -> Any:
         """The step of this engine. The first call makes it, and takes its memory."""
-        if self._runner is None and self.uses_pipeline:
+        if self._runner is None and self.is_packed:
             self._runner = self._packed_step()
         elif self._runner is None:
             from .functions import FunctionStep
@@ -490,7 +490,7 @@ def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:
     entries: dict[str, Any] = {factory.LAYOUTS: layouts}
     if engine.reader is not None:
         describe_state(engine.reader, config.state)
-        if not engine.uses_pipeline:
+        if not engine.is_packed:
             from .functions import check_stacks
 
             check_stacks(engine.params, layouts)
@@ -512,7 +512,7 @@ def _signatures(
     """The holders of each matrix, and the values that they compare. ``before`` are the parameters before a change."""
     config, per_node = engine.config, process_groups.ranks_per_node()
     of_config = {
-        "device": engine.device.type if engine.uses_pipeline else "",
+        "device": engine.device.type if engine.is_packed else "",
         "prefetch_count": str(config.prefetch_count),
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         "functions of your own": str(own_functions(config)),

@@ -66,7 +66,7 @@ class Joined(NamedTuple):
     cut: Cut
     # Of the values on each rank that holds a part or a replica.
     digests: tuple[int, ...]
-    # Whether the ranks hold replicas that are cut into different pieces. Then each keeps its own layout.
+    # Whether the ranks hold replicas that are cut into different pieces, so that each keeps its own layout.
     is_apart: bool
 
 
@@ -219,7 +219,7 @@ def _are_cut_apart(cut: Cut, parts: Sequence[Layout]) -> bool:
 
 
 def _hint(joined: Joined) -> str:
-    """What is suspicious about a matrix that a group shares; "" if nothing is."""
+    """A warning about a matrix that a group shares; "" if there is none."""
     cut, digests = joined.cut, joined.digests
     if joined.is_apart:
         return _CUT_APART.format(cut.kind)

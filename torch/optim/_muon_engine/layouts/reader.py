@@ -33,7 +33,7 @@ def flat_indices(infos: Sequence[ParamInfo]) -> list[int]:
 
 
 class Reader(Protocol):
-    """What an engine asks. ``sharing`` has the framework's groups for each set of ranks that share parameters, from
+    """The questions of an engine. ``sharing`` has the framework's groups for each set of ranks that share parameters, from
     the parameters that were read last; after a failure, what all ranks know without reading.
     """
 

@@ -1,5 +1,5 @@
-"""What stays the same between steps: which regions foreach functions take together, and the views of packs and of
-whole matrices.
+"""Lists and views that stay the same between steps: regions that foreach functions take together, and views of packs
+and of whole matrices.
 
 Nothing here refers to tensors of parameters, momentum or gradients, because their owner may free or replace them
 between steps. A region knows how to find its view in them.

@@ -30,12 +30,12 @@ class MuonCompute:
         self.rank = rank
         self.progress = progress
         self._groups = sorted(groups)
-        # What the batches depend on, by parameter group.
+        # By parameter group: the options that decide which matrices share a batch.
         self._compute_keys: dict[int, Hashable] = {}
         self._bound: Mapping[LocalBucket, BoundBucket] = {}
 
     def bind(self, formulas: Sequence[Any]) -> bool:
-        """Binds the work anew if the options of batches have changed. Returns whether they have."""
+        """Binds the work again if the options of batches have changed. Returns whether they have."""
         keys = {group: formulas[group].compute_key for group in self._groups}
         if keys == self._compute_keys:
             return False

@@ -16,7 +16,7 @@ from .transport import InFlight
 
 
 class Compute(Protocol):
-    """What an optimizer does with a bucket, in the words of upstream's proposal for executors."""
+    """An optimizer's work on a bucket, in the words of upstream's proposal for executors."""
 
     def prepare(self, bucket: Any, inputs: Any) -> None: ...
 

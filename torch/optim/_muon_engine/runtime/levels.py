@@ -26,7 +26,7 @@ class Levels(NamedTuple):
     stream: torch.Stream | None
 
     def starting(self) -> Callable[..., dist.Work | None]:
-        """What starts one such all-to-all, and refers to its temporary memory."""
+        """A function that starts one such all-to-all, and refers to its temporary memory."""
         return partial(two_level_all_to_all, levels=self, temporary=[])
 
 

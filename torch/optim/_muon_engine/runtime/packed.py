@@ -126,7 +126,7 @@ class PackedStep:
         self.progress.now = "", ()
 
     def mismatch(self) -> str:
-        """How ranks differed in the last step, if nobody knows yet. Waits."""
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         return self.side_channel.mismatch()
 
     def connect(self) -> None:

@@ -244,7 +244,7 @@ class Statuses(InFlight):
         return text or (OTHER_GROUP if header[_Header.ELSEWHERE] else "")
 
     def _agree(self) -> bool:
-        """Whether no rank said anything else than this one, which has no problem. Then the maxima are its own rows."""
+        """Whether all ranks said the same as this one, which has no problem: the maxima are its own rows."""
         if self._has_problem:
             return False
         self._wait_for_result()
@@ -338,7 +338,7 @@ class SideChannel:
         self.has_run = True
 
     def mismatch(self) -> str:
-        """How ranks differed in the last step, if nobody knows yet. Waits."""
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         texts = [statuses.mismatch() for statuses in self.statuses]
         return "; ".join(filter(None, texts))
 

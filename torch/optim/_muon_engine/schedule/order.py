@@ -19,7 +19,7 @@ RELAYS_IN_FLIGHT = 2
 
 
 class Phase(Enum):
-    """What happens to a bucket in an operation of all its ranks."""
+    """The work of an operation on a bucket, on all of its ranks."""
 
     # Holders prepare their shards and start to send them to the owners.
     GATHER = "G"
@@ -88,7 +88,7 @@ def step_order(
 
 
 class Action(Enum):
-    """What one rank does in a step. Actions that wait have a counterpart that launches a collective."""
+    """The kinds of operations of one rank. Actions that wait have a counterpart that launches a collective."""
 
     GATHER = "gather"
     AWAIT_GATHER = "wait for gather"
@@ -110,7 +110,7 @@ class LocalOperation(NamedTuple):
 
 
 class LocalWork(NamedTuple):
-    """What one rank has to do with a bucket: the batches that it orthogonalizes, and its relays.
+    """One rank's share of a bucket: the batches that it orthogonalizes, and its relays.
 
     The owners of a divided matrix have collectives of their own in its batch, one of the first ``divided`` ones.
     """

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..._newton_schulz import uses_gram
 from ..layouts.layout import Layout, Ranks, Shape, Shards
-from ..layouts.divide import divide
 from ..process_groups import larger_first, listed
 
 
@@ -65,6 +64,8 @@ def divided(
     """
     if owners == 1:
         return list(layouts)
+    from ..layouts.divide import divide
+
     by_ranks: dict[Ranks, dict[int, Class]] = {}
     for i, kind in enumerate(map(Class.of, layouts, algorithms)):
         if not layouts[i].frozen:
