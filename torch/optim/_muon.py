@@ -267,27 +267,23 @@ class Muon(Optimizer):
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state as :meth:`Optimizer.load_state_dict` does, but momentum keeps the dtype of gradients."""
-        loaded: list[dict[str, Any]] = []
-        # The last hook gets what the others return.
-        handle = self.register_load_state_dict_pre_hook(
-            lambda _, state_dict: loaded.append(state_dict)
-        )
         if self._engine is not None and not self._engine.matches(self.param_groups):
             self._engine.hand_over(_live_params(self), self.state)
+        loaded: list[dict[str, Any]] = []
+
+        def restore(_: Optimizer) -> None:
+            _restore_dtypes(self, loaded[0])
+
+        # The last hook before gets what the others return, and those after have the last word.
+        before = self.register_load_state_dict_pre_hook(
+            lambda _, state_dict: loaded.append(state_dict)
+        )
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        keys = [key for group in loaded[0]["param_groups"] for key in group["params"]]
-        for key, param in zip(keys, self._tensors(), strict=True):
-            buffer = loaded[0]["state"].get(key, {}).get("momentum_buffer")
-            # Optimizer casts it to the parameter's dtype.
-            if isinstance(buffer, Tensor) and param.grad_dtype not in (
-                None,
-                param.dtype,
-            ):
-                buffer = buffer.to(param.device, param.grad_dtype)
-                self.state[param]["momentum_buffer"] = buffer
+            before.remove()
+            after.remove()
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -436,6 +432,16 @@ def _reorder_momentum(param: Tensor, state: dict[str, Any]) -> None:
     plain = Tensor, torch.nn.Parameter
     if type(buffer) in plain and type(param) in plain:
         state["momentum_buffer"] = in_order_of(param, buffer)
+
+
+def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
+    """Gives momentum the dtype of gradients again. Optimizer casts it to the parameter's."""
+    keys = [key for group in loaded["param_groups"] for key in group["params"]]
+    for key, param in zip(keys, muon._tensors(), strict=True):
+        buffer = loaded["state"].get(key, {}).get("momentum_buffer")
+        if isinstance(buffer, Tensor) and param.grad_dtype not in (None, param.dtype):
+            buffer = buffer.to(param.device, param.grad_dtype)
+            muon.state[param]["momentum_buffer"] = buffer
 
 
 def _new_engine(muon: Muon) -> Engine:

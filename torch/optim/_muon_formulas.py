@@ -183,7 +183,7 @@ class MuonFormulas(NamedTuple):
         self, prepared: Tensor, products: Any = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
-        given. That may be ``prepared``. ``products`` are those of a divided matrix.
+        given. ``out`` may be ``prepared`` itself. ``products`` are those of a divided matrix.
         """
         x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
         coefficients = self.ns_coefficients

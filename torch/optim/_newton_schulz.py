@@ -192,10 +192,11 @@ def newton_schulz(
     products: Products | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It does
-    not write to ``x``. ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of
-    ``ns_steps`` iterations. ``eps`` is a lower bound of the norm that divides ``x``. With ``products`` of all
-    owners of a divided matrix, ``x`` is a block of it. The result may be in ``out``, which may be the memory of ``x``.
+    """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It writes only
+    to ``out``, which may be ``x`` itself: the result is there, unless it is the transpose of a computed matrix.
+    ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of ``ns_steps`` iterations. ``eps``
+    is a lower bound of the norm that divides ``x``. With ``products`` of all owners of a divided matrix, ``x`` is a
+    block of it.
     """
     products = products or products_for(x, ns_algorithm)
     rows, columns = products.shape or x.shape[-2:]

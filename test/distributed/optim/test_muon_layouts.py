@@ -417,6 +417,58 @@ class GroupedAttention(nn.Module):
 
 
 class TestMuonForms(OnCPU):
+    def test_parts_that_follow_each_other_on_an_accelerator(self):
+        """Parts of different sizes were joined, and had the learning rate of the first one."""
+        for placement, split, scale in itertools.product(
+            (R, S0, S1),
+            ((128, 32, 32), (128, 64, 32), [16] * 12),
+            ("original", "spectral_unclamped"),
+        ):
+            spec = Spec((sum(split), 24), mesh_of(4), (placement,))
+            options = {"foreach": False, "adjust_lr_fn": scale, "lr": 0.1}
+            twins = Twins([spec] * 3, groups=[((0, 1, 2), {"split": split})], **options)
+            twins.step()
+            common_muon.as_on_an_accelerator(twins.optimizer)
+            self.assertTrainsAlike(twins, 2, f"{placement} {split} {scale}")
+
+    def test_sums_with_parts_on_an_accelerator(self):
+        """A part whose update is received was joined with one that only decays, and lost its update."""
+        mesh = grid_of(2, 2)
+        for placements in ((R, P), (P, R), (P, S1), (S1, P)):
+            sharded = [
+                R if placement.is_partial() else placement for placement in placements
+            ]
+            found = []
+            for on_accelerator in (False, True):
+                whole = distribute_tensor(
+                    full(1, (8, 12)), mesh, sharded, src_data_rank=None
+                )
+                summed = DTensor.from_local(
+                    whole.to_local().clone(),
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=torch.Size((8, 12)),
+                    stride=(12, 1),
+                )
+                param = nn.Parameter(summed)
+                group = {"params": [param], "split": (4, 4)}
+                options = {"lr": 0.1, "foreach": False, "distributed_config": "auto"}
+                muon = Muon([group], **options)
+                # The next optimizer of two matrices has the same owners again.
+                Muon([{"params": [nn.Parameter(summed)], "split": (4, 4)}], **options)
+                for step in range(3):
+                    gradient = full(10 + step, (8, 12))
+                    param.grad = distribute_tensor(
+                        gradient, mesh, sharded, src_data_rank=None
+                    )
+                    muon.step()
+                    if on_accelerator:
+                        common_muon.as_on_an_accelerator(muon)
+                found.append(local(param.detach()))
+            problems = [] if torch.equal(*found) else [f"{found}"]
+            self.assertEverywhere(problems, f"{placements}")
+
     def test_work_of_the_host_does_not_grow_with_heads(self):
         """Heads that follow each other are copied, blended and applied together."""
         for placement in (S0, S1):

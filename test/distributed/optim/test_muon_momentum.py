@@ -149,6 +149,41 @@ class TestMuonMomentum(common_muon.OnCPU):
                     expected = local(kept["momentum_buffer"])
                     self.assertTrue(torch.equal(local(momentum), expected))
 
+    def test_hooks_after_a_load_have_the_last_word(self):
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)])
+        for param in (*twins.params, *twins.singles):
+            param.grad_dtype = torch.float32
+        self.step_with_gradients_of(twins, torch.float32)
+        muon = twins.optimizer
+
+        def forget(optimizer):
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+
+        handle = muon.register_load_state_dict_post_hook(forget)
+        muon.load_state_dict(muon.state_dict())
+        handle.remove()
+        momentum = local(muon.state[twins.params[0]]["momentum_buffer"])
+        with self.everywhere():
+            self.assertFalse(momentum.any())
+            self.assertEqual(momentum.dtype, torch.float32)
+
+    def test_first_step_without_gradients_of_any_dtype(self):
+        """Momentum stayed in the parameter's dtype, and differed from that of one process."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)] * 2)
+        for param in (*twins.params, *twins.singles):
+            param.grad_dtype = None
+        twins.optimizer.step()
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            self.step_with_gradients_of(twins, dtype)
+            for param, single in zip(twins.params, twins.singles, strict=True):
+                mine = twins.optimizer.state[param]["momentum_buffer"]
+                its = twins.single.state[single]["momentum_buffer"]
+                with self.everywhere(f"{dtype}"):
+                    self.assertEqual(mine.dtype, dtype)
+                    expected = common_muon.piece_of(its, twins.specs[0])
+                    self.assertTrue(torch.equal(local(mine), expected))
+
     def test_replaced_twice_with_a_checkpoint_between(self):
         """The second replacement was compared with the first parameter, whose momentum the load had dropped."""
         twins = Twins([Spec((8, 8), mesh_of(4), (S0,))] * 2)

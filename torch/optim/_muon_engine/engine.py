@@ -80,17 +80,10 @@ class Engine:
         self._config_indices: dict[Tensor, int] = {}
         # As they were seen last, by a step or a checkpoint: whose momentum those have that take their places.
         self._seen = params
-        replaced = _replaced(former._seen, params) if former is not None else []
+        replaced: list[Replacement] = []
         if former is not None:
             error = former.new_failure() or error
-            self.reader, self.steps = copy.copy(former.reader), former.steps
-            self.failure = former.failure
-            # Two sets of slots may not fit.
-            former._runner = None
-            self._config_indices = dict(former._config_indices)
-            for old, new, _ in replaced:
-                index = self._config_indices.pop(old.tensor)
-                self._config_indices[new.tensor] = index
+            replaced = self._take_over(former)
         for param in params:
             index = param.config_index if former is None else -1
             param.config_index = self._config_indices.setdefault(param.tensor, index)
@@ -102,12 +95,7 @@ class Engine:
             with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
             layouts = self.schedule.layouts
-            # In the order of all ranks: experts last, by their ids.
-            experts = {} if self.reader is None else self.reader.experts
-            by_expert = [
-                (experts.get(param.config_index, -1), param) for param in params
-            ]
-            self.ordered = [p for _, p in sorted(by_expert, key=lambda pair: pair[0])]
+            self.ordered = self._in_common_order()
             self._first_params = [*{p.group: p for p in reversed(params)}.values()]
             self._refusal = _refusal(self)
             if former is not None:
@@ -127,6 +115,25 @@ class Engine:
             why = "rebuilt for changed parameters" if former else "built"
             n_buckets = len(self.schedule.buckets)
             log.info("Muon %s: %d matrices, %d buckets", why, len(layouts), n_buckets)
+
+    def _take_over(self, former: "Engine") -> list[Replacement]:
+        """Continues ``former``, whose memory it frees. Returns the parameters that took the places of others."""
+        self.reader, self.steps = copy.copy(former.reader), former.steps
+        self.failure = former.failure
+        # A device may not have room for the memory of both.
+        former._runner = None
+        replaced = _replaced(former._seen, self.params)
+        self._config_indices = dict(former._config_indices)
+        for old, new, _ in replaced:
+            index = self._config_indices.pop(old.tensor)
+            self._config_indices[new.tensor] = index
+        return replaced
+
+    def _in_common_order(self) -> list[Param]:
+        """The parameters in the order of all ranks: experts last, by their ids."""
+        experts = {} if self.reader is None else self.reader.experts
+        by_expert = [(experts.get(p.config_index, -1), p) for p in self.params]
+        return [param for _, param in sorted(by_expert, key=lambda pair: pair[0])]
 
     @property
     def rank(self) -> int:
@@ -307,7 +314,7 @@ class Engine:
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.synchronize()
-        # Whether parameters may have changed on some ranks only.
+        # Whether other ranks may go on without this one: after the statuses, unless all ranks wait for them.
         may_have_moved = False
         try:
             inputs = self._inputs(config, formulas, states, grads)
@@ -416,11 +423,12 @@ class Engine:
 
 def _increment_versions(inputs: StepInputs, states: States) -> None:
     """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
+    written: list[Tensor] = []
     for of_param in inputs.trained:
-        tensor = of_param.param.tensor
         if of_param.user_gradient is not None and of_param.param.is_dtensor:
-            written = tensor, states[tensor]["momentum_buffer"]
-            torch.autograd.graph.increment_version(written)
+            tensor = of_param.param.tensor
+            written += [tensor, states[tensor]["momentum_buffer"]]
+    torch.autograd.graph.increment_version(written)
 
 
 def _connect(engine: Engine, index: int | None) -> None:

@@ -58,6 +58,11 @@ class FunctionExchange(InFlight):
     def start_gather(self) -> None:
         self.whole = self._call("gather_fn", self.piece)
         self.piece = None
+        if self.whole is not None and not isinstance(self.whole, Tensor):
+            kind = type(self.whole).__name__
+            raise RuntimeError(
+                f"gather_fn returned a {kind} for {self.param.described}: return the whole matrix, or None"
+            )
         if self.whole is None and self.owner == self._step.rank:
             raise RuntimeError(
                 f"gather_fn returned None for {self.param.described} on its owner, which needs the whole matrix"
@@ -67,7 +72,7 @@ class FunctionExchange(InFlight):
         self.piece = self._call("redistribute_fn", self.update)
 
     def pack_relays(self) -> None:
-        """Has no relays."""
+        """There are no relays to pack."""
 
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
@@ -81,7 +86,8 @@ class FunctionExchange(InFlight):
 
 
 class FunctionStep:
-    """One step that calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter. Each rank
+    """Makes steps by calling ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter: it is both the
+    step of an engine and the ``compute`` of its executor. Each rank
     makes the same calls: a parameter without a gradient brings a zero piece, and its update is not applied.
     Ranks that share parameters go through them in one order: ascending, but experts last and by their ids.
     """
@@ -98,6 +104,7 @@ class FunctionStep:
         for layout in engine.schedule.layouts:
             self.layouts[layout.key.index].append(layout)
         self.progress = Progress()
+        self._exchanges: list[FunctionExchange] = []
         self._executor = self._make_executor()
 
     def _make_executor(self) -> Executor:
@@ -111,6 +118,7 @@ class FunctionStep:
             if param.frozen or (not layouts and self.engine.reader is not None):
                 continue
             exchange = FunctionExchange(self, param)
+            self._exchanges.append(exchange)
             work_of[len(groups)] = LocalWork(exchange, batches=[None])
             groups.append(layouts[0].holders if layouts else None)
         order = step_order(groups, self.config.prefetch_count)
@@ -125,7 +133,7 @@ class FunctionStep:
         return str(self.progress)
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
-        """Has no side channel, so ranks never differ here."""
+        """Has no side channel, so nobody hears if ranks differ."""
         return ""
 
     def mismatch(self) -> str:
@@ -140,8 +148,13 @@ class FunctionStep:
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
             entries = {**entries, **ranks, READER: reader}
-        with lent(self.config.state, entries):
-            self._executor.run(inputs)
+        try:
+            with lent(self.config.state, entries):
+                self._executor.run(inputs)
+        finally:
+            # After an error, too, nothing here refers to whole matrices.
+            for exchange in self._exchanges:
+                exchange.clear()
         self.progress.now = "", ()
 
     def prepare(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
@@ -187,12 +200,13 @@ class FunctionStep:
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]
             self._apply(bucket, piece, inputs)
+        # The next parameters need the memory.
         bucket.clear()
 
     def apply_relayed(
         self, bucket: FunctionExchange, relay: Any, inputs: StepInputs
     ) -> None:
-        """Has no relays."""
+        """There are no relays to apply."""
 
     def _checked_piece(self, bucket: FunctionExchange, local: Tensor) -> Tensor:
         """This rank's piece of the update, of the shape of the parameter's ``local`` part."""

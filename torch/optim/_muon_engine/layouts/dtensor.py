@@ -299,7 +299,9 @@ def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
     return param.device == buffer.device and placed_like(param, buffer)
 
 
-def fitting_momentum(param: Tensor, buffer: Any) -> Tensor:
+def fitting_momentum(
+    param: Tensor, buffer: Any, dtype: torch.dtype | None = None
+) -> Tensor:
     """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
     ranks must make this call, because a change of the placement is a collective. Raises TypeError or ValueError if
     that is not possible.
@@ -314,10 +316,8 @@ def fitting_momentum(param: Tensor, buffer: Any) -> Tensor:
         )
     if not placed_like(param, buffer):
         buffer = _placed(param, buffer)
-    grad_dtype = gradient_dtype(param)
-    if not fits(param, buffer, grad_dtype):
-        dtype = grad_dtype or buffer.dtype
-        moved = local_part(buffer).to(local_part(param).device, dtype)
+    if not fits(param, buffer, dtype):
+        moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
         buffer = like_param(param, moved)
     return buffer
 

@@ -5,6 +5,7 @@ Nothing here refers to tensors of parameters, momentum or gradients, because the
 between steps. A region knows how to find its view in them.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,14 +39,16 @@ class Entry(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Regions that foreach functions take together. Their matrices have one parameter group and one shape."""
+    """Regions that foreach functions take together. Their matrices have one parameter group, and one shape if they are
+    to be updated.
+    """
 
     group: int
     # The whole matrix's, which scales the learning rate.
     shape: tuple[int, ...]
     entries: list[Entry]
     tensors: list[Any]
-    # On a CPU, memory for the blended momentum of its one entry.
+    # On a CPU, memory for the blended momentum of its one entry; None for chunks to update.
     scratch: Tensor | None = None
 
     def present(self, inputs: StepInputs) -> "Chunk":
@@ -197,7 +200,7 @@ class Binder:
         batches: Sequence[Sequence[LocalMatrix]],
         accumulated: set[int],
     ) -> BoundBucket:
-        sent: list[Preparation] = []
+        preparations: list[Preparation] = []
         one_by_one = [[matrix] for matrix in bucket.matrices]
         for matrices in one_by_one if self.is_cpu else [bucket.matrices]:
             new: dict[int, list[int]] = {}
@@ -210,7 +213,7 @@ class Binder:
                 for matrix in matrices
                 for _, region, view in bucket.gather_send.of(matrix.index)
             ]
-            sent.append(Preparation(matrices, new, self._blended(entries)))
+            preparations.append(Preparation(matrices, new, self._blended(entries)))
         own = [matrix for matrix in bucket.matrices if matrix.owner == self._rank]
         others = [matrix for matrix in bucket.matrices if matrix.owner != self._rank]
         decayed = [
@@ -220,7 +223,7 @@ class Binder:
             for region in matrix.shard
         ]
         return BoundBucket(
-            preparations=sent,
+            preparations=preparations,
             batches=[self._bind_batch(bucket, batch) for batch in batches],
             results={
                 m.index: [v.view for v in bucket.results_of(m.index)] for m in own
@@ -270,7 +273,10 @@ class Binder:
         )
 
     def _chunks(
-        self, entries: Sequence[Entry], kind_of: Callable[[Entry], Hashable]
+        self,
+        entries: Sequence[Entry],
+        kind_of: Callable[[Entry], Hashable],
+        needs_scratch: bool,
     ) -> list[Chunk]:
         """Entries whose regions go into one foreach call: one by one on a CPU, and elsewhere up to ``PREPARED_BYTES``
         of one kind.
@@ -290,7 +296,9 @@ class Binder:
             bound = [self._with_extent(entry) for entry in of_chunk]
             tensors = [entry.tensor for entry in bound]
             shape = matrix.layout.full_shape
-            scratch = self._scratch_for(bound[0]) if self.is_cpu else None
+            scratch = None
+            if needs_scratch and self.is_cpu:
+                scratch = self._scratch_for(bound[0])
             chunks.append(Chunk(matrix.group, shape, bound, tensors, scratch))
         return chunks
 
@@ -312,7 +320,8 @@ class Binder:
 
     def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:
         """Chunks of momenta to blend with gradients."""
-        return self._chunks(entries, lambda entry: entry.matrix.group)
+        group_of = operator.attrgetter("matrix.group")
+        return self._chunks(entries, group_of, needs_scratch=True)
 
     def _updated(self, entries: Sequence[Entry]) -> list[Chunk]:
         """Chunks of parameters to update."""
@@ -324,7 +333,7 @@ class Binder:
             of_matrix = matrix.group, matrix.layout.full_shape
             return *of_matrix, tensor.device, tensor.dtype, entry.tensor is None
 
-        return self._chunks(entries, kind_of)
+        return self._chunks(entries, kind_of, needs_scratch=False)
 
 
 def _received(matrices: Sequence[LocalMatrix], pack: Any) -> list[Entry]:
@@ -337,20 +346,34 @@ def _received(matrices: Sequence[LocalMatrix], pack: Any) -> list[Entry]:
 
 
 def _joined_entries(entries: Sequence[Entry]) -> list[Entry]:
-    """``entries``, of which those that follow each other, here and there, are one: the heads of a fused weight."""
+    """Joins entries whose regions follow each other both in local storage and in the other tensor: heads of a fused
+    weight.
+    """
     joined: list[Entry] = []
     for entry in entries:
-        last = joined[-1] if joined else None
-        if last is not None and _have_one_gradient(last.matrix, entry.matrix):
-            region = _below(last.region, entry.region)
-            tensor = None
-            if region is not None and entry.tensor is not None:
-                tensor = _one_below_another(last.tensor, entry.tensor)
-            if region is not None and (tensor is None) == (entry.tensor is None):
-                joined[-1] = Entry(last.matrix, region, tensor)
-                continue
-        joined.append(entry)
+        both = _joined_entry(joined[-1], entry) if joined else None
+        if both is None:
+            joined.append(entry)
+        else:
+            joined[-1] = both
     return joined
+
+
+def _joined_entry(first: Entry, second: Entry) -> Entry | None:
+    """One entry for two, if a step takes both or neither, and if it scales their updates alike."""
+    shapes = first.matrix.layout.full_shape, second.matrix.layout.full_shape
+    if shapes[0] != shapes[1] or not _have_one_gradient(first.matrix, second.matrix):
+        return None
+    region = _below(first.region, second.region)
+    if region is None:
+        return None
+    if first.tensor is None and second.tensor is None:
+        return Entry(first.matrix, region, None)
+    # One that has an update and one that has none stay apart.
+    if first.tensor is None or second.tensor is None:
+        return None
+    tensor = _one_below_another(first.tensor, second.tensor)
+    return None if tensor is None else Entry(first.matrix, region, tensor)
 
 
 def _joined_pairs(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:

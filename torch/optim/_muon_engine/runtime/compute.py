@@ -47,7 +47,9 @@ class MuonCompute:
         return self._bound[bucket].batches
 
     def prepare(self, bucket: LocalBucket, inputs: StepInputs) -> None:
-        """Accumulates the gradients of the bucket's matrices, and packs this rank's shards."""
+        """Accumulates the gradients of the bucket's matrices, and packs this rank's shards for their owners. The shards
+        of matrices that this rank owns do not travel: :meth:`compute` blends them into the whole matrix.
+        """
         for matrices, accumulated, chunks in self._bound[bucket].preparations:
             self.progress.now = "gather", matrices
             for group, param_indices in accumulated.items():

@@ -1,4 +1,4 @@
-"""One step on this rank: a loop over its operations. It knows no Muon."""
+"""One step on this rank: a loop over its operations. It knows buckets and collectives, but no formulas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -45,7 +45,7 @@ class Progress:
 class Executor:
     """Runs ``operations`` with the functions of ``compute``, over ``memory`` that keeps its addresses.
 
-    ``progress`` is told the phase and the matrices of each operation before it runs.
+    ``progress`` is told the phase and the matrices of each operation before it runs; ``compute`` may tell it finer ones.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Executor:
             item.start()
         elif action is Action.AWAIT_RELAY:
             item.wait()
-        else:
+        elif action is Action.APPLY_RELAYED:
             compute.apply_relayed(bucket, item, inputs)
 
     @staticmethod
@@ -110,6 +110,7 @@ def drained(flights: Sequence[InFlight]) -> Iterator[None]:
         yield
     except BaseException:
         for flight in flights:
+            # A wait forgets a collective even if it failed.
             while flight.works:
                 # The error that led here is the one to report.
                 with suppress(Exception):

@@ -36,7 +36,8 @@ class LocalMatrix:
         parts = max(1, len(split.sizes))
         self.source_of_gradient = param.key.index, self.layout.key.sub // parts
         self.shard = self.layout.shards.of(rank)
-        # Whether this rank stores an element of ``source_of_gradient``, and so knows whether there is a gradient.
+        # Whether this rank stores an element of the matrix, and so knows whether there is a gradient. With
+        # ``matrices_of``, an element of any matrix that has the same gradient.
         self.knows_gradient = not self.layout.shards.is_empty(rank)
         # One replica of each shard sends it; one contribution to a sum receives the update.
         self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()

@@ -50,15 +50,21 @@ class PackedStep:
             schedule, matrices, rank, groups, self.memory, slots_for(prefetch_count)
         )
         self.buckets = list(by_index.values())
+        # What follows asks the matrices and buckets for what is attached here.
         self._attach(schedule, matrices.values(), groups, rank)
         self.side_channel = side_channel(
             list(matrices.values()), groups, serials, overlapping, device
         )
-        self._shared = [m for s in self.side_channel.statuses for m in s.matrices]
-        # The order of all ranks, and this rank's part of it.
-        self._groups = [bucket.ranks for bucket in schedule.buckets]
+        self._shared_matrices = [
+            matrix
+            for statuses in self.side_channel.statuses
+            for matrix in statuses.matrices
+        ]
+        # The group of each bucket, and the order of all ranks.
+        self._ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
         is_debugging = schedule.one_owner_at_a_time and prefetch_count == 0
-        self._order = step_order(self._groups, prefetch_count, is_debugging)
+        self._order = step_order(self._ranks_of_buckets, prefetch_count, is_debugging)
+        # This rank's buckets, by their index in the schedule.
         self._by_index = by_index
         in_order_of_gathers = [
             by_index[operation.bucket]
@@ -112,7 +118,7 @@ class PackedStep:
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
-        self.progress.now = "statuses", self._shared
+        self.progress.now = "statuses", self._shared_matrices
         with drained(self._flights):
             return self.side_channel.share(step, inputs)
 
@@ -120,6 +126,7 @@ class PackedStep:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
         with drained(self._flights):
             self._bind(inputs.formulas)
+            self.progress.now = "placement of the gradients", self._ordered
             inputs.place_gradients(self._ordered)
             self._executor.run(inputs)
             self.side_channel.finish(inputs)
@@ -153,5 +160,5 @@ class PackedStep:
             batches = self.compute.batches(bucket)
             divided = sum(batch.matrices[0].products is not None for batch in batches)
             work_of[index] = LocalWork(bucket, batches, divided, bucket.relays)
-        operations = local_order(self._order, self._groups, work_of)
+        operations = local_order(self._order, self._ranks_of_buckets, work_of)
         self._executor = Executor(operations, self.compute, self.memory, self.progress)

@@ -50,35 +50,36 @@ class ParamInputs:
         tensor = param.tensor
         # Why the momentum or the gradient cannot be used.
         self.problem = ""
+        dtype = param.grad_dtype
+        if dtype is None and gradient is not None:
+            # Gradients may have any dtype, which the momentum takes.
+            dtype = gradient.dtype
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = state["momentum_buffer"] = _new_momentum(param, gradient)
-        elif not isinstance(buffer, Tensor) or not dtensor.fits(
-            tensor, buffer, param.grad_dtype
-        ):
+            buffer = state["momentum_buffer"] = _new_momentum(tensor, dtype)
+        elif not isinstance(buffer, Tensor) or not dtensor.fits(tensor, buffer, dtype):
             try:
-                buffer = dtensor.fitting_momentum(tensor, buffer)
+                buffer = dtensor.fitting_momentum(tensor, buffer, dtype)
                 state["momentum_buffer"] = buffer
             except (TypeError, ValueError) as error:
                 # The other ranks wait for this one, so they must hear of it first.
                 self.problem = str(error)
-                buffer = _new_momentum(param, gradient)
+                buffer = _new_momentum(tensor, dtype)
         self.param = param
         self.local = dtensor.local_part(tensor)
         self.momentum = dtensor.local_part(buffer)
-        # As the user set it, and this rank's part of it, placed like the parameter.
+        # As the user set it.
         self.user_gradient = gradient
+        # This rank's part, placed like the parameter; None until ``place_gradients``.
         self.gradient: Tensor | None = None
         if gradient is not None and not self.problem:
             self.problem = dtensor.problem_with(tensor, gradient)
 
 
-def _new_momentum(param: Param, gradient: Tensor | None) -> Tensor:
-    dtype = param.grad_dtype
-    if dtype is None:
-        dtype = param.tensor.dtype if gradient is None else gradient.dtype
-    zeros = torch.zeros_like(dtensor.local_part(param.tensor), dtype=dtype)
-    return dtensor.like_param(param.tensor, zeros)
+def _new_momentum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    local = dtensor.local_part(tensor)
+    zeros = torch.zeros_like(local, dtype=dtype or tensor.dtype)
+    return dtensor.like_param(tensor, zeros)
 
 
 class StepInputs:

@@ -1,7 +1,8 @@
-"""The side channel: everything else that the ranks of a group tell each other in a step.
+"""The side channel: how the ranks of a group learn in a step that they differ.
 
-Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
-knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many. The
+Gradients never decide which of the engine's collectives run. At the start of a step, each rank of a group puts what it
+knows about each gradient into one small ``all_reduce(MAX)`` of integers, or two if gradients are many, and one more of
+a single integer in groups that overlap others. The
 first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
 On accelerators, a later step acts on this rank's own status, and the step after it reads the result. A digest
 comes with its negative: it is the same on all ranks if and only if the two maxima add up to zero.
@@ -118,11 +119,15 @@ class Statuses(InFlight):
         self._flag = torch.zeros(1, dtype=torch.int64, device=device)
         # Whether this rank knew of a problem in the last step.
         self._has_problem = False
-        # Whether the result in ``_host`` is unread, and lacks the second all-reduce.
-        self._is_new = self._is_partial = False
+        # Whether the result in ``_host`` is unread.
+        self._is_new = False
+        # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
+        self._is_partial = False
 
     def start(self, step: int, inputs: StepInputs, differs: bool, awaits: bool) -> None:
-        """Starts the ``step``-th step's all-reduce. It ``differs`` if a problem is known elsewhere."""
+        """Starts the ``step``-th step's all-reduce. It ``differs`` if this rank knows of a problem: its own, or that of
+        a smaller group.
+        """
         self._own[0, _Header.STEP] = step
         self._own[0, _Header.MINUS_STEP] = -step
         self._own[0, _Header.ELSEWHERE] = differs

@@ -23,14 +23,14 @@ class Phase(Enum):
 
     # Holders prepare their shards and start to send them to the owners.
     GATHER = "G"
-    # Owners wait for the shards and orthogonalize. The relays of the group's bucket before the last one take turns
-    # with the batches.
+    # Owners wait for the shards and orthogonalize. Between the batches run the relays of the same group's bucket n-2,
+    # whose results were applied just before.
     COMPUTE = "C"
     # Owners start to send the updates to the holders.
     SCATTER = "S"
     # Holders wait for the updates and apply them.
     APPLY = "A"
-    # Replicas pass the updates on to each other. Without relays, nothing happens.
+    # Replicas pass on the updates of a bucket whose relays no later COMPUTE of its group has run.
     RELAY = "R"
 
 
@@ -79,9 +79,11 @@ def step_order(
 
     # Groups end in the order of their last buckets.
     for group in sorted(buckets_of, key=lambda group: buckets_of[group][-1]):
-        *_, last = buckets_of[group]
-        for before_last in buckets_of[group][-2:-1]:
-            order.append(Operation(Phase.RELAY, before_last))
+        buckets = buckets_of[group]
+        last = buckets[-1]
+        if len(buckets) > 1:
+            # The relays of earlier buckets ran in the COMPUTE of the next but one.
+            order.append(Operation(Phase.RELAY, buckets[-2]))
         order.append(Operation(Phase.APPLY, last))
         order.append(Operation(Phase.RELAY, last))
     return order
