@@ -144,6 +144,21 @@ class TestMuonGroups(GroupParity):
             assignments = twins.optimizer.assignments
             self.assertEqual(everyone(assignments), [assignments] * 4)
 
+    def test_combinations_on_an_accelerator(self):
+        """Regions of one parameter group go into one call there, and a batch has gaps where gradients are missing."""
+        for kinds in PAIRS:
+            twins = Strategy(grid_of(2, 2), *kinds).twins()
+            twins.step()
+            common_muon.as_on_an_accelerator(twins.optimizer)
+            for group in twins.optimizer.param_groups:
+                group["foreach"] = False
+            self.assertTrainsAlike(twins, 2, f"{kinds}")
+            count = len(twins.params)
+            missing = [*range(0, count, 2)], [*range(1, count)], [*range(count)]
+            self.assertTrainsAlike(
+                twins, 3, f"{kinds}", missing=lambda step: missing[step]
+            )
+
     def test_replicas_of_a_dtensor_on_a_part_of_the_mesh(self):
         grid = grid_of(2, 2)
         for kind, placement in (("ddp", S0), ("cp", S1)):

@@ -417,6 +417,21 @@ class GroupedAttention(nn.Module):
 
 
 class TestMuonForms(OnCPU):
+    def test_batches_with_gaps(self):
+        """Matrices without gradients leave gaps, into which the last matrices of a batch move for a while."""
+        spec = Spec((8, 6), mesh_of(2), (S0,))
+        patterns = (0,), (0, 1, 2), (9,), (1, 3, 5, 7), (), range(1, 10), range(10)
+        twins = Twins([spec] * 10, foreach=True)
+        twins.step()
+        common_muon.as_on_an_accelerator(twins.optimizer)
+        # A batch rounds in its own way, so it is taken apart here.
+        with common_config.NewtonSchulzCalls() as calls:
+            for missing in patterns:
+                twins.step(missing)
+                self.assertParity(twins, f"missing {[*missing]}")
+        with self.everywhere():
+            self.assertGreater(len(calls.batches), 0)
+
     def test_parts_that_follow_each_other_on_an_accelerator(self):
         """Parts of different sizes were joined, and had the learning rate of the first one."""
         for placement, split, scale in itertools.product(

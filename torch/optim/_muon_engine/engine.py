@@ -350,10 +350,10 @@ class Engine:
         """Checks, and collects momentum and gradients. The first step makes every momentum buffer, so that
         checkpoints are the same on all ranks.
         """
-        config.check()
         before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
         if changed:
+            config.check()
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )

@@ -83,7 +83,7 @@ class Statuses(InFlight):
         overlaps: bool = False,
     ) -> None:
         super().__init__(matrices, ranks)
-        self.name, self._group, self.device = "statuses", group, device
+        self._group, self.device = group, device
         self.overlaps = overlaps
         by_gradient: dict[tuple[int, int], list[LocalMatrix]] = {}
         for matrix in matrices:
