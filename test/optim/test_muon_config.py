@@ -611,6 +611,7 @@ class TestUserFunctions(MuonTestCase):
     def test_errors_of_the_functions(self):
         for gather, redistribute, words in (
             (lambda t, r, s: None, lambda t, r, s: t, "gather_fn returned None"),
+            (lambda t, r, s: [t], lambda t, r, s: t, "gather_fn returned a list"),
             (lambda t, r, s: t, lambda t, r, s: None, "redistribute_fn returned None"),
             (lambda t, r, s: t, lambda t, r, s: 3, "redistribute_fn returned int"),
             (lambda t, r, s: t, lambda t, r, s: t[:1], r"shape \(1, 3\)"),

@@ -50,6 +50,13 @@ STEPS, OPTIMIZERS = (3000, 500) if os.environ.get("MUON_TEST_LONG") == "1" else 
 WARM = 10
 
 
+def divided_twins():
+    """Twins of one matrix that four ranks orthogonalize together."""
+    config = create_dtensor_config(owners_per_matrix=4)
+    with mock.patch.object(owners, "MIN_DIVIDED", 16):
+        return Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
+
+
 def usage():
     gc.collect()
     objects = gc.get_objects()
@@ -207,15 +214,49 @@ class TestMuonRegressions(common_muon.OnCPU):
             with mock.patch("torch.distributed.all_gather", side_effect=error):
                 self.assertRaisesEverywhere(lambda: Twins(placed), kind, "of a device")
 
+    def test_errors_where_an_exchange_starts_and_ends(self):
+        """A backend's error names the bucket and its matrices; an own error remains as it is."""
+        named = "bucket 0 of 4 ranks.*, with .*0.*among ranks .*failed.*: of a backend"
+        cases = (
+            (RuntimeError("of a backend"), RuntimeError, named),
+            (
+                torch.OutOfMemoryError("of a device"),
+                torch.OutOfMemoryError,
+                "^of a device",
+            ),
+        )
+        for error, kind, pattern in cases:
+            work = mock.Mock(**{"wait.side_effect": error})
+            for failing in ({"side_effect": error}, {"return_value": work}):
+                step = Twins(specs(mesh_of(4), [(S0,)])).optimizer.step
+                with mock.patch("torch.distributed.all_to_all_single", **failing):
+                    self.assertRaisesEverywhere(step, kind, pattern)
+
     def test_own_error_in_a_divided_matrix(self):
         """It was told as another rank's, too."""
-        config = create_dtensor_config(owners_per_matrix=4)
-        with mock.patch.object(owners, "MIN_DIVIDED", 16):
-            twins = Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
         failing = "torch.optim._muon_engine.runtime.divided.products_for"
         with mock.patch(failing, side_effect=RuntimeError("no workspace")):
-            step = twins.optimizer.step
+            step = divided_twins().optimizer.step
             self.assertRaisesEverywhere(step, RuntimeError, "^no workspace")
+
+    def test_errors_of_the_collectives_of_a_divided_matrix(self):
+        """A backend's error names the matrix; an own error remains as it is."""
+        # By the name that this version of torch has for it.
+        newer, older = "all_gather_single", "all_gather_into_tensor"
+        gather = newer if hasattr(dist, newer) else older
+        named = "the Newton-Schulz, with .*0.*among ranks .*failed.*: of a backend"
+        cases = (
+            (RuntimeError("of a backend"), RuntimeError, named),
+            (
+                torch.OutOfMemoryError("of a device"),
+                torch.OutOfMemoryError,
+                "^of a device",
+            ),
+        )
+        for error, kind, pattern in cases:
+            step = divided_twins().optimizer.step
+            with mock.patch.object(dist, gather, side_effect=error):
+                self.assertRaisesEverywhere(step, kind, pattern)
 
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""
