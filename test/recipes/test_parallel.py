@@ -530,13 +530,9 @@ class TestExpertsAndStages(Recipe):
 class TestFourDimensions(Recipe):
     world_size = 16
 
-    def test_four_dimensions(self):
-        """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
-        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
-        model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
-        # 1F1B runs a second forward pass before the first backward pass, and FSDP1 fails in that.
-        fully_shard(model, mesh=mesh["replicate", "shard"])
-        config = create_auto_config(
+    def config_of(self, pp, replicate, shard, tp):
+        """The documents' arguments for these process groups."""
+        return create_auto_config(
             pp_process_group=pp,
             pp_stage_id=pp.rank(),
             pp_num_stages=2,
@@ -545,6 +541,14 @@ class TestFourDimensions(Recipe):
             shard_process_group=shard,
             replicate_process_group=replicate,
         )
+
+    def test_four_dimensions(self):
+        """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
+        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
+        model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
+        # 1F1B runs a second forward pass before the first backward pass, and FSDP1 fails in that.
+        fully_shard(model, mesh=mesh["replicate", "shard"])
+        config = self.config_of(pp, replicate, shard, tp)
         data, backward = [replicate, shard], backward_of(model, pp, 4)
         self.check(Transformer(), model, config, data=data, backward=backward)
 
@@ -559,15 +563,7 @@ class TestFourDimensions(Recipe):
             device_mesh=mesh["replicate", "shard"],
             device_id=CPU,
         )
-        config = create_auto_config(
-            pp_process_group=pp,
-            pp_stage_id=pp.rank(),
-            pp_num_stages=2,
-            tp_process_group=tp,
-            tp_shard_dim=1,
-            shard_process_group=shard,
-            replicate_process_group=replicate,
-        )
+        config = self.config_of(pp, replicate, shard, tp)
         how = {"fsdp": shard, "tp": tp, "tp_dims": cut_dims(TP_AND_HSDP)}
         how |= {"data": [replicate, shard]}
         how["backward"] = backward_of(model, pp, 1, ScheduleGPipe)

@@ -57,6 +57,15 @@ def divided_twins():
         return Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
 
 
+def failures(named):
+    """Errors of a collective, each with the kind and the text that users see: a backend's is ``named``."""
+    backend, device = (
+        RuntimeError("of a backend"),
+        torch.OutOfMemoryError("of a device"),
+    )
+    return (backend, RuntimeError, named), (device, type(device), "^of a device")
+
+
 def usage():
     gc.collect()
     objects = gc.get_objects()
@@ -217,15 +226,7 @@ class TestMuonRegressions(common_muon.OnCPU):
     def test_errors_where_an_exchange_starts_and_ends(self):
         """A backend's error names the bucket and its matrices; an own error remains as it is."""
         named = "bucket 0 of 4 ranks.*, with .*0.*among ranks .*failed.*: of a backend"
-        cases = (
-            (RuntimeError("of a backend"), RuntimeError, named),
-            (
-                torch.OutOfMemoryError("of a device"),
-                torch.OutOfMemoryError,
-                "^of a device",
-            ),
-        )
-        for error, kind, pattern in cases:
+        for error, kind, pattern in failures(named):
             work = mock.Mock(**{"wait.side_effect": error})
             for failing in ({"side_effect": error}, {"return_value": work}):
                 step = Twins(specs(mesh_of(4), [(S0,)])).optimizer.step
@@ -245,15 +246,7 @@ class TestMuonRegressions(common_muon.OnCPU):
         newer, older = "all_gather_single", "all_gather_into_tensor"
         gather = newer if hasattr(dist, newer) else older
         named = "the Newton-Schulz, with .*0.*among ranks .*failed.*: of a backend"
-        cases = (
-            (RuntimeError("of a backend"), RuntimeError, named),
-            (
-                torch.OutOfMemoryError("of a device"),
-                torch.OutOfMemoryError,
-                "^of a device",
-            ),
-        )
-        for error, kind, pattern in cases:
+        for error, kind, pattern in failures(named):
             step = divided_twins().optimizer.step
             with mock.patch.object(dist, gather, side_effect=error):
                 self.assertRaisesEverywhere(step, kind, pattern)
