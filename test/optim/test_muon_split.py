@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Muon
-from torch.optim._newton_schulz import (
+from torch.optim._newton_schulz import BatchProducts, newton_schulz, Products
+from torch.optim._newton_schulz_variants import (
     _has_same_bits,
-    newton_schulz,
-    Products,
     products_for,
     SymmetricProducts,
 )
@@ -308,22 +307,23 @@ class TestMuonSplit(TestCase):
             _, said = self.warnings_of(lambda: Muon(groups, **stacks))
             self.assertEqual(said, [])
 
-    @mock.patch("torch.optim._newton_schulz._has_same_bits", lambda: True)
+    @mock.patch("torch.optim._newton_schulz_variants._has_same_bits", lambda: True)
     def test_symmetric_products_where_they_have_the_same_bits(self):
         x = randn(0, 512, 512).bfloat16()
         for threads, is_alike in ((2, True), (3, False)):
             with mock.patch("torch.get_num_threads", return_value=threads):
                 products = products_for(x, "quintic")
-            self.assertIs(isinstance(products, SymmetricProducts), is_alike)
+            self.assertIs(products is SymmetricProducts, is_alike)
 
     def test_bits_of_plain_products(self):
         # Blocks of even and odd sizes on two levels, a batch, and a matrix too small for blocks.
         for shape in ((64, 96), (2, 512, 512), (700, 513), (601, 900), (1024, 1025)):
             matrix = randn(3, *shape).bfloat16()
+            torchs = Products if matrix.ndim == 2 else BatchProducts
             for algorithm in ("quintic", "gram"):
                 plain, symmetric = (
                     newton_schulz(matrix, COEFFICIENTS, 2, 1e-7, algorithm, products)
-                    for products in (Products(), SymmetricProducts())
+                    for products in (torchs, SymmetricProducts)
                 )
                 difference = (plain - symmetric).float().norm() / plain.float().norm()
                 # Other CPUs round a product by the size of its blocks.

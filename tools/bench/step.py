@@ -80,7 +80,7 @@ def _limit(
     def newton_schulz(rep: int) -> None:
         if rep % world == rank:
             for matrix in matrices:
-                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, "quintic", ns.Products()
+                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, "quintic", ns.Products
                 ns.newton_schulz(matrix, *how)
 
     def exchange(rep: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.optim._muon_engine.process_groups import listed
 from torch.optim._muon_split import Split
-from torch.optim._newton_schulz import newton_schulz_bytes
+from torch.optim._newton_schulz_variants import newton_schulz_bytes
 from torch.optim.muon import partition_named_parameters, split_of
 from tools.bench.models import Model
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
+from .._newton_schulz import NS_DTYPE
+from .._newton_schulz_variants import newton_schulz_bytes
 from .layouts import fsdp1, fsdp2
 from .layouts.layout import Ranks
 from .process_groups import listed, ranks_per_node

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._newton_schulz import uses_gram
+from ..._newton_schulz_variants import uses_gram
 from ..layouts.layout import Layout, Ranks, Shape, Shards
 from ..process_groups import larger_first, listed
 
