@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.dtensor import placed_like
+from torch.optim._muon_engine.layouts.fitting import placed_like
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,

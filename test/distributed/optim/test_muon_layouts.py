@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.dtensor import fitting_momentum
+from torch.optim._muon_engine.layouts.fitting import fitting_momentum
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import (

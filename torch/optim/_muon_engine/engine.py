@@ -18,7 +18,9 @@ from .config import DistributedConfig
 from .factory import is_from_factory, own_functions
 from .hints import Hints
 from .layouts.layout import Layout
-from .layouts.dtensor import device_of, fits, gradient_dtype, traits_of
+from .layouts.dtensor import device_of
+from .layouts.fitting import fits
+from .layouts.local import gradient_dtype, traits_of
 from .layouts.reader import describe_state, ParamInfo
 from .process_groups import (
     FailureNotes,

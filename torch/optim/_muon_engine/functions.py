@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
 from .factory import lent, READER, STEP
-from .layouts import dtensor
 from .layouts.layout import Layout, matrix_shape
+from .layouts.local import is_dtensor, like_param, local_part
 from .runtime.executor import Executor, Progress
 from .runtime.memory import Memory
 from .runtime.params import Param, StepInputs
@@ -169,7 +169,7 @@ class FunctionStep:
             (piece,) = inputs.formulas[param.group].prepare([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
-        bucket.piece = dtensor.like_param(param.tensor, piece)
+        bucket.piece = like_param(param.tensor, piece)
 
     def compute(
         self, bucket: FunctionExchange, batch: None, inputs: StepInputs
@@ -184,7 +184,7 @@ class FunctionStep:
             bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
             return
         # Some versions gather uneven shards into a view of padded memory.
-        whole = dtensor.local_part(whole).contiguous()
+        whole = local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.update_of(matrix))
@@ -222,7 +222,7 @@ class FunctionStep:
                 )
         kind, shape = type(piece).__name__, tuple(local.shape)
         if isinstance(piece, Tensor):
-            piece = dtensor.local_part(piece)
+            piece = local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
         if not isinstance(piece, Tensor) or piece.shape != shape:
             raise RuntimeError(
@@ -233,7 +233,7 @@ class FunctionStep:
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
         owner, param = self.owners[index], self.engine.params[index]
-        local = dtensor.local_part(param.tensor)
+        local = local_part(param.tensor)
         if update is None or update.shape != shape:
             if owner == self.rank:
                 given = "None" if update is None else tuple(update.shape)
@@ -276,7 +276,7 @@ class FunctionStep:
             return bucket.whole.shape
         param, index = bucket.param, bucket.param.key.index
         shapes = self.config.state.get("global_shapes", {})
-        if index not in shapes and not dtensor.is_dtensor(param.tensor):
+        if index not in shapes and not is_dtensor(param.tensor):
             warnings.warn(
                 f"gather_fn returned None for {param.described}, so the shape of the local tensor scales the learning "
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",

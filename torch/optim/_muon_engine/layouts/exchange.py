@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ..agreement import common, gather_values, raise_everywhere
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
 from .layout import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
-from .dtensor import gradient_dtype, is_frozen, local_part
+from .local import gradient_dtype, is_frozen, local_part
 
 
 _HASH_MASK = 2**31 - 1

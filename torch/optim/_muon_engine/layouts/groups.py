@@ -273,7 +273,7 @@ class _LocalReader(LocalPieces):
         if self.views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
             dim = self.reader.tp_dim_of_plain(key.index)
-            is_cut = dim is not None or dtensor.tp_mark_of(param) is not None
+            is_cut = dim is not None or tp_mark_of(param) is not None
             groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
@@ -298,7 +298,7 @@ class _LocalReader(LocalPieces):
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
         dim = self.reader.tp_dim_of_plain(key.index)
-        mark = dtensor.tp_mark_of(param)
+        mark = tp_mark_of(param)
         if dim is not None:
             return dim % max(2, param.ndim)
         if self.reader.tp_dims is not None or mark == -1:
@@ -354,6 +354,15 @@ def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     return not set(group_ranks(group)) & (set(ranks) - {dist.get_rank()})
 
 
+def tp_mark_of(param: Tensor) -> int | None:
+    """The dimension along which a framework says that TP cuts ``param``; -1 for none."""
+    for mark in ("tp_dim", "partition_dim"):
+        dim = getattr(param, mark, None)
+        if isinstance(dim, int):
+            return max(dim, -1)
+    return None
+
+
 def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | None]:
     """For each parameter of ``model``, the dimension along which TP cuts it; -1 for none; None if nothing says so."""
     views: fsdp1.Views = {}
@@ -371,7 +380,7 @@ def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | Non
         else:
             placements = [placement for spec in specs for placement in spec.placements]
         has_placements = has_placements or bool(placements)
-        dims[index] = dtensor.tp_mark_of(param)
+        dims[index] = tp_mark_of(param)
         if len(tensors) > 1 and specs:
             # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
             dims[index] = -1

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..._newton_schulz import NS_DTYPE
-from ..layouts import dtensor
 from ..layouts.layout import Region
+from ..layouts.local import local_part
 from ..schedule.packs import grouped
 from .matrices import LocalMatrix
 from .memory import Memory
@@ -304,7 +304,7 @@ class Binder:
 
     def _with_extent(self, entry: Entry) -> Entry:
         """``entry``, which knows whether its region is all that this rank stores of the parameter."""
-        stored = dtensor.local_part(self._params[entry.matrix.param_index].tensor)
+        stored = local_part(self._params[entry.matrix.param_index].tensor)
         _, count, _ = entry.region.repeat
         extent = entry.region.height, entry.region.width
         return entry._replace(is_whole=count == 1 and stored.shape == extent)
@@ -329,7 +329,7 @@ class Binder:
         def kind_of(entry: Entry) -> Hashable:
             # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
             matrix = entry.matrix
-            tensor = dtensor.local_part(self._params[matrix.param_index].tensor)
+            tensor = local_part(self._params[matrix.param_index].tensor)
             of_matrix = matrix.group, matrix.layout.full_shape
             return *of_matrix, tensor.device, tensor.dtype, entry.tensor is None
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts import dtensor
+from ..layouts import fitting, local
 from ..layouts.layout import Key
 
 
@@ -28,12 +28,12 @@ class Param:
         # How it becomes matrices: ``split`` and ``flatten``.
         self.form = formulas.form
         # The properties that the layout is read from. Every step compares them.
-        self.traits = dtensor.traits_of(tensor)
+        self.traits = local.traits_of(tensor)
         # Whether it took no gradients when the engine was built, and the dtype of the gradients that it takes.
         self.frozen: bool = self.traits[0]
         self.grad_dtype: torch.dtype | None = self.traits[1]
         # A DTensor does not see writes to its local tensor.
-        self.is_dtensor = dtensor.is_dtensor(tensor)
+        self.is_dtensor = local.is_dtensor(tensor)
 
     @property
     def described(self) -> str:
@@ -57,29 +57,29 @@ class ParamInputs:
         buffer = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = _new_momentum(tensor, dtype)
-        elif not isinstance(buffer, Tensor) or not dtensor.fits(tensor, buffer, dtype):
+        elif not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
             try:
-                buffer = dtensor.fitting_momentum(tensor, buffer, dtype)
+                buffer = fitting.fitting_momentum(tensor, buffer, dtype)
                 state["momentum_buffer"] = buffer
             except (TypeError, ValueError) as error:
                 # The other ranks wait for this one, so they must hear of it first.
                 self.problem = str(error)
                 buffer = _new_momentum(tensor, dtype)
         self.param = param
-        self.local = dtensor.local_part(tensor)
-        self.momentum = dtensor.local_part(buffer)
+        self.local = local.local_part(tensor)
+        self.momentum = local.local_part(buffer)
         # As the user set it.
         self.user_gradient = gradient
         # This rank's part, placed like the parameter; None until ``place_gradients``.
         self.gradient: Tensor | None = None
         if gradient is not None and not self.problem:
-            self.problem = dtensor.problem_with(tensor, gradient)
+            self.problem = fitting.problem_with(tensor, gradient)
 
 
 def _new_momentum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    local = dtensor.local_part(tensor)
-    zeros = torch.zeros_like(local, dtype=dtype or tensor.dtype)
-    return dtensor.like_param(tensor, zeros)
+    stored = local.local_part(tensor)
+    zeros = torch.zeros_like(stored, dtype=dtype or tensor.dtype)
+    return local.like_param(tensor, zeros)
 
 
 class StepInputs:
@@ -112,7 +112,7 @@ class StepInputs:
             of_param = self.params[param.key.index]
             if of_param is None or of_param.user_gradient is None or of_param.problem:
                 continue
-            gradient = dtensor.local_gradient(
+            gradient = fitting.local_gradient(
                 param.tensor, of_param.user_gradient, of_param.momentum.dtype
             )
             if self.formulas[param.group].flatten:

@@ -1,0 +1,56 @@
+"""This rank's part of a tensor: of a DTensor, its local tensor; a plain tensor is its own local part."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage behind ``tensor`` on this rank, to be read or written in place."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A functional collective's result is a wrapper until its first use waits for it.
+    local = local.wait() if hasattr(local, "wait") else local
+    return local.detach() if local.requires_grad else local
+
+
+def is_frozen(param: Tensor) -> bool:
+    """Whether a Parameter takes no gradients. It does not depend on ``grad``, which ranks may differ in."""
+    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype | None:
+    """The dtype of the gradients of ``param``, and of its momentum; None if they may have any."""
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    return param.grad_dtype if param.is_leaf else param.dtype
+
+
+def traits_of(param: Tensor) -> tuple:
+    """The properties from which the layout of ``param`` is read, for a later comparison. The first one says whether
+    it is frozen.
+    """
+    # Only a contiguous parameter can be flattened.
+    own = param.shape, param.dtype, param.device, param.is_contiguous()
+    # A Parameter that takes no gradients. It does not depend on ``grad``, which ranks may differ in.
+    frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
+    if isinstance(param, DTensor):
+        local = param._local_tensor
+        placed = local.shape, local.device, param.device_mesh, param.placements
+        return frozen, grad_dtype, *own, *placed
+    return frozen, grad_dtype, *own
+
+
+def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a tensor of the kind and placement of ``param``, without communication."""
+    if not isinstance(param, DTensor):
+        return local
+    # DTensor.from_local() would move an offloaded one to the mesh's device.
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, meta)
+    return DTensor(local, spec, requires_grad=False)
