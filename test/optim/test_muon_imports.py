@@ -18,14 +18,15 @@ ENGINE = "torch.optim._muon_engine"
 ROWS = [
     {"config"},
     {"process_groups"},
+    {"store"},
     {"agreement"},
     {"layouts"},
     {"schedule"},
     {"runtime"},
-    {"hints"},
     {"factory", "functions"},
-    {"describe"},
+    {"building", "changes"},
     {"engine"},
+    {"functional"},
 ]
 # Names that only the layouts may know.
 OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "placements"}

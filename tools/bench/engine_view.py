@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
-from torch.optim._muon_engine import describe
+from torch.optim._muon_reports import describe
 from torch.optim._muon_engine.layouts.layout import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
 
@@ -109,12 +109,13 @@ def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
     def before() -> None:
         for _, _, grads, momenta, wholes in batches:
             formulas.accumulate(momenta, grads)
-            torch._foreach_copy_(wholes, list(formulas.prepare(momenta, grads)))
+            torch._foreach_copy_(wholes, list(formulas.blend(momenta, grads)))
 
     @torch.no_grad()
     def after() -> None:
         for shape, params, _, _, wholes in batches:
-            formulas.apply(params, wholes, shape)
+            step_size = formulas.step_size(shape, params[0].device)
+            formulas.apply(params, wholes, step_size)
 
     return before, after
 

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 # Process groups beyond the mesh's, FSDP1, the user's functions, relays, two levels, divided matrices, splits, and texts.
 FEATURES = (
-    "describe",
+    "functional",
     "functions",
     "layouts.divide",
     "layouts.exchange",

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
-from torch.optim._muon_engine import hints
-from torch.optim._muon_engine.engine import Engine
+from torch.optim._muon_reports import hints
+from torch.optim._muon_engine.building import Setting
 from torch.optim._muon_engine.runtime import transport
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import (
@@ -676,7 +676,7 @@ class TestMuonMistakes(common_muon.OnCPU):
             config = create_auto_config(ddp_process_group=dist.group.WORLD)
             Muon([nn.Parameter(torch.ones(4, 4))], distributed_config=config)
 
-        meta = mock.patch.object(Engine, "device", torch.device("meta"))
+        meta = mock.patch.object(Setting, "device", torch.device("meta"))
         error = torch.OutOfMemoryError("no memory")
         full = mock.patch.object(transport.Memory, "zeros", side_effect=error)
         nothing = contextlib.nullcontext()

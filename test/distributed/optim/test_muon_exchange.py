@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon
-from torch.optim._muon_engine.process_groups import rendezvous, spanning_group
+from torch.optim._muon_engine.process_groups import spanning_group
+from torch.optim._muon_engine.store import rendezvous
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine import agreement, process_groups
+from torch.optim._muon_engine import agreement, process_groups, store
 from torch.optim._muon_engine.layouts.groups import _LocalReader
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
@@ -74,7 +74,7 @@ BUILDING = {
     "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }
 STEPPING = {
-    "pack": Phase(MuonFormulas, "prepare", EXCHANGE),
+    "pack": Phase(MuonFormulas, "blend", EXCHANGE),
     "gather": Phase(LocalBucket, "start_gather", EXCHANGE, after=True),
     "orthogonalize": Phase(MuonFormulas, "orthogonalize", EXCHANGE),
     "apply": Phase(MuonFormulas, "apply", EXCHANGE),
@@ -290,7 +290,7 @@ class Faults(common_distributed.MultiProcessTestCase):
         dist.init_process_group("gloo", store=self.store, timeout=LONG, **ranks)
         self.store.set(f"process/{self.rank}", pickle.dumps(os.getpid()))
         # The survivors wait this long for the reason of another rank.
-        process_groups.PATIENCE = 1
+        store.PATIENCE = 1
         team = 0 if self.deadly else self.rank // TEAM
         self.path = os.path.join(folder, str(team))
         self.run_team(team * TEAM, self.cases[team])

@@ -264,7 +264,7 @@ class TestMuonRegressions(common_muon.OnCPU):
                 owners.update(muon.matrix_owners.values())
             with self.everywhere():
                 self.assertEqual(owners, dict.fromkeys(ranks, 5))
-                self.assertEqual(muon._engine.serials, {ranks: most + 19})
+                self.assertEqual(muon._engine.agreement.serials, {ranks: most + 19})
 
     def test_optimizers_of_one_config(self):
         """A config served one optimizer at a time."""

@@ -359,8 +359,9 @@ class TestMuonRules(TestCase):
     def test_no_storage_of_mps_is_resized(self):
         memory = Memory(torch.device("mps"), keep=False)
         memory._storages.append((mock.Mock(nbytes=lambda: 8, resize_=None), 8))
-        with memory:
-            pass
+        self.assertFalse(memory.is_freed)
+        # The mock would not take a call.
+        memory.allocate()
 
     def test_one_order_while_an_engine_is_built(self):
         """Ranks agree, make groups and use each communicator alone in an order without deadlocks."""

@@ -49,6 +49,7 @@ class FunctionExchange(InFlight):
         self.param = param
         self.owner = step.owners.get(param.key.index, step.rank)
         self._step = step
+        self.relays = ()
         # This rank's piece of the tensor to orthogonalize, and then of the update.
         self.piece: Any = None
         # What ``gather_fn`` returned, and the update of this shape.
@@ -71,9 +72,6 @@ class FunctionExchange(InFlight):
     def start_scatter(self) -> None:
         self.piece = self._call("redistribute_fn", self.update)
 
-    def pack_relays(self) -> None:
-        """There are no relays to pack."""
-
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
 
@@ -94,6 +92,8 @@ class FunctionStep:
 
     # This rank raises its own problem after all calls, because the other ranks wait for them.
     awaits_statuses = False
+    # There are no statuses to read.
+    is_unread = False
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
@@ -143,7 +143,7 @@ class FunctionStep:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader
         self.progress.now = "placement of the gradients", self.engine.ordered
-        inputs.place_gradients(self.engine.ordered)
+        inputs.place_gradients()
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
@@ -166,7 +166,7 @@ class FunctionStep:
         if gradient is None:
             piece = torch.zeros_like(momentum)
         else:
-            (piece,) = inputs.formulas[param.group].prepare([momentum], [gradient])
+            (piece,) = inputs.formulas[param.group].blend([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
         bucket.piece = like_param(param.tensor, piece)
@@ -189,9 +189,6 @@ class FunctionStep:
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.update_of(matrix))
         bucket.update = update
-
-    def clear_absent(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
-        """The update of a parameter without a gradient is not applied, so it needs no zeros."""
 
     def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
         """Applies this rank's piece of the update."""
@@ -261,14 +258,14 @@ class FunctionStep:
         for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(local_param), region.of_local(update)
-                formulas.apply([local], [part], layout.full_shape)
+                inputs.apply(param.group, layout.full_shape, [local], [part])
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)
             cut = formulas.matrices
             for local, part in zip(cut(local_param), cut(update)):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
-                formulas.apply([local], [part], joined)
+                inputs.apply(param.group, joined, [local], [part])
 
     def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

@@ -1,5 +1,7 @@
 """This rank's part of a tensor: of a DTensor, its local tensor; a plain tensor is its own local part."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,58 @@ def local_part(tensor: Tensor) -> Tensor:
     # A functional collective's result is a wrapper until its first use waits for it.
     local = local.wait() if hasattr(local, "wait") else local
     return local.detach() if local.requires_grad else local
+
+
+class LocalParts(NamedTuple):
+    """This rank's parts of a parameter, of its momentum and of its gradient, if it has one."""
+
+    param: Tensor
+    momentum: Tensor
+    gradient: Tensor | None
+
+
+def usual_parts(
+    param: Tensor,
+    momentum: Any,
+    gradient: Tensor | None,
+    grad_dtype: torch.dtype | None,
+) -> LocalParts | None:
+    """The parts of tensors that have one shape, placement and device, and one dtype of momentum and gradient:
+    ``grad_dtype``, or any if that is None. Returns None in every other case, and for tensors of other types.
+    """
+    others = (momentum,) if gradient is None else (momentum, gradient)
+    for other in others:
+        if not isinstance(other, Tensor) or other.shape != param.shape:
+            return None
+        if other.device != param.device or other.layout != torch.strided:
+            return None
+        if other.dtype != momentum.dtype:
+            return None
+    if momentum.dtype != (grad_dtype or momentum.dtype):
+        return None
+    local, local_others = param, list(others)
+    if isinstance(param, DTensor):
+        mesh, placements = param.device_mesh, param.placements
+        local = param._local_tensor
+        local_others = []
+        for other in others:
+            if not isinstance(other, DTensor):
+                return None
+            if other.device_mesh is not mesh or other.placements != placements:
+                return None
+            local_others.append(other._local_tensor)
+        for other in local_others:
+            if other.shape != local.shape or other.device != local.device:
+                return None
+    for other in local_others:
+        # A wrapper may have to be waited for, and a view may belong to autograd.
+        if type(other) is not Tensor or other.requires_grad:
+            return None
+    if type(local) is not Tensor and type(local) is not torch.nn.Parameter:
+        return None
+    if local.requires_grad:
+        local = local.detach()
+    return LocalParts(local, *local_others, *([None] if gradient is None else []))
 
 
 def is_frozen(param: Tensor) -> bool:

@@ -9,7 +9,6 @@ import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..._newton_schulz import NS_DTYPE
@@ -75,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Copies that one foreach call makes: from each of ``sources`` to one of ``targets``."""
+    """Copies that one foreach call makes: from each of ``sources`` to one of ``targets``. There may be none."""
 
     matrices: list[LocalMatrix]
     targets: list[Tensor]
@@ -88,10 +87,6 @@ class Copies(NamedTuple):
             [pair.target for pair in pairs],
             [pair.source for pair in pairs],
         )
-
-    def run(self) -> None:
-        if self.targets:  # Foreach functions refuse empty lists.
-            torch._foreach_copy_(self.targets, self.sources)
 
 
 class Batch(NamedTuple):
@@ -394,7 +389,7 @@ def _joined_pairs(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:
 def _have_one_gradient(first: LocalMatrix, second: LocalMatrix) -> bool:
     """Whether a step takes both or neither. Owners of a divided matrix always take their blocks."""
     are_alike = first.products is None and second.products is None
-    return are_alike and first.source_of_gradient == second.source_of_gradient
+    return are_alike and first.gradient_key == second.gradient_key
 
 
 def _below(first: Region, second: Region) -> Region | None:

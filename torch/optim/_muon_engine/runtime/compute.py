@@ -64,7 +64,7 @@ class MuonCompute:
         matrices = batch.matrices
         present: Sequence[int] = range(len(matrices))
         if not inputs.is_complete:
-            present = [at for at in present if matrices[at].is_orthogonalized(inputs)]
+            present = self._present_places(bucket, batch, inputs)
             if not present:
                 return
             if len(present) < len(matrices):
@@ -76,42 +76,32 @@ class MuonCompute:
             self._log("orthogonalize", matrices)
         for chunk in batch.own:
             self._blend(chunk, inputs)
-        batch.received.run()
+        if batch.received.targets:
+            torch._foreach_copy_(batch.received.targets, batch.received.sources)
         for at in batch.sums:
             if at in present:
                 self._add_contributions(bucket, batch, at, inputs)
         self.progress.now = "orthogonalize", matrices
         self._orthogonalize(batch, present, inputs)
-        batch.results.run()
+        if batch.results.targets:
+            torch._foreach_copy_(batch.results.targets, batch.results.sources)
         self.progress.now = "apply", matrices
         if logs:
             self._log("apply", matrices)
         self._apply(batch.applied, inputs)
 
-    def clear_absent(self, bucket: LocalBucket, inputs: StepInputs) -> None:
-        """Packs zeros for those matrices of this rank that were not orthogonalized."""
-        if inputs.is_complete:
-            return
-        zeros = [
-            view
-            for matrix in bucket.matrices
-            if matrix.index in self._bound[bucket].results
-            and not matrix.is_orthogonalized(inputs)
-            for view in self._bound[bucket].results[matrix.index]
-        ]
-        if zeros:
-            torch._foreach_zero_(zeros)
-
     def apply_updates(self, bucket: LocalBucket, inputs: StepInputs) -> None:
         """Applies the updates that this rank received."""
-        self._log_received(bucket, bucket.scatter_recv, inputs)
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_received(bucket, bucket.scatter_recv, inputs)
         self._apply(self._bound[bucket].applied, inputs)
 
     def apply_relayed(
         self, bucket: LocalBucket, relay: Any, inputs: StepInputs
     ) -> None:
         """Applies the updates that this rank received over a relay."""
-        self._log_received(relay, relay.packed, inputs)
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_received(relay, relay.packed, inputs)
         self._apply(self._bound[bucket].relayed.get(relay, ()), inputs)
 
     def _blend(self, chunk: Chunk, inputs: StepInputs) -> None:
@@ -130,8 +120,23 @@ class MuonCompute:
             momenta.append(momentum)
             gradients.append(gradient)
         formulas = inputs.formulas[chunk.group]
-        prepared = formulas.prepare(momenta, gradients, chunk.scratch)
-        torch._foreach_copy_(chunk.tensors, prepared)
+        blended = formulas.blend(momenta, gradients, chunk.scratch)
+        torch._foreach_copy_(chunk.tensors, blended)
+
+    def _present_places(
+        self, bucket: LocalBucket, batch: Batch, inputs: StepInputs
+    ) -> list[int]:
+        """The places of the matrices of a batch to orthogonalize. The others send zeros, which nobody applies."""
+        present: list[int] = []
+        unsent: list[torch.Tensor] = []
+        for place, matrix in enumerate(batch.matrices):
+            if matrix.is_orthogonalized(inputs):
+                present.append(place)
+            else:
+                unsent += self._bound[bucket].results[matrix.index]
+        if unsent:
+            torch._foreach_zero_(unsent)
+        return present
 
     def _orthogonalize(
         self, batch: Batch, present: Sequence[int], inputs: StepInputs
@@ -170,10 +175,10 @@ class MuonCompute:
         ]
         momentum = inputs.params[matrix.param_index].momentum
         for region in matrix.sent:
-            prepared = torch.empty_like(region.of_local(momentum))
-            entry = Entry(matrix, region, prepared)
-            self._blend(Chunk(matrix.group, layout.shape, [entry], [prepared]), inputs)
-            contributions.append((shards.contribution_of(self.rank), region, prepared))
+            blended = torch.empty_like(region.of_local(momentum))
+            entry = Entry(matrix, region, blended)
+            self._blend(Chunk(matrix.group, layout.shape, [entry], [blended]), inputs)
+            contributions.append((shards.contribution_of(self.rank), region, blended))
         for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):
             region.of_matrix(total).add_(tensor.to(total.device))
         out.copy_(total)
@@ -196,7 +201,7 @@ class MuonCompute:
                 updates = tensors
                 if device != tensors[0].device:
                     updates = [update.to(device) for update in tensors]
-            inputs.formulas[chunk.group].apply(local, updates, chunk.shape)
+            inputs.apply(chunk.group, chunk.shape, local, updates)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
         for matrix in matrices:
@@ -207,8 +212,6 @@ class MuonCompute:
         self, flight: InFlight, received: Any, inputs: StepInputs
     ) -> None:
         """Logs the updates of other owners' matrices that have come, or that this rank has no element of."""
-        if not log.isEnabledFor(logging.DEBUG):
-            return
         for matrix in flight.matrices:
             if matrix.owner == self.rank or not matrix.applies(inputs):
                 continue

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import Muon
-from torch.optim._muon_engine import process_groups
+from torch.optim._muon_engine import store
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._muon.common_config import near, randn
@@ -540,5 +540,5 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
         # The ranks of a test come to a step together, if they come.
-        process_groups.PATIENCE = 1.0
+        store.PATIENCE = 1.0
         super()._init_pg(rank, world_size, rdvz_file)

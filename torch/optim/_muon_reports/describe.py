@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import NS_DTYPE
 from .._newton_schulz_variants import newton_schulz_bytes
-from .layouts import fsdp1, fsdp2
-from .layouts.layout import Ranks
-from .process_groups import listed, ranks_per_node
-from .runtime.bound import PREPARED_BYTES
-from .schedule import owners, packs
-from .schedule.order import RELAYS_IN_FLIGHT
-from .schedule.packs import Schedule
+from .._muon_engine.layouts import fsdp1, fsdp2
+from .._muon_engine.layouts.layout import Ranks
+from .._muon_engine.process_groups import listed, ranks_per_node
+from .._muon_engine.runtime.bound import PREPARED_BYTES
+from .._muon_engine.schedule import owners, packs
+from .._muon_engine.schedule.order import RELAYS_IN_FLIGHT
+from .._muon_engine.schedule.packs import Schedule
 
 
 # A group of more ranks shows only its busiest ranks and this one.
