@@ -31,7 +31,7 @@ def measured() -> dict[str, Any]:
     cov.save()
     # Named, since coverage by itself does not know of files that no test imports.
     place = Path(os.environ["MUON_MEASURED"])
-    patterns = ("_muon*.py", "_newton_schulz.py", "muon.py", "_muon_engine/**/*.py")
+    patterns = ("_muon*.py", "_newton_schulz.py", "muon.py", "_muon_*/**/*.py")
     files = [str(file) for pattern in patterns for file in place.glob(pattern)]
     cov.report(files)
     with tempfile.TemporaryDirectory() as folder:

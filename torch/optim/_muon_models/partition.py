@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from ._muon_engine.layouts import fsdp1, fsdp2
-from ._muon_engine.layouts.layout import matrix_shape
-from ._muon_engine.process_groups import listed, process_rank
-from ._muon_split import Split
+from .._muon_engine.layouts import fsdp1, fsdp2
+from .._muon_engine.layouts.layout import matrix_shape
+from .._muon_engine.process_groups import listed, process_rank
+from .._muon_split import Split
 
 
 # Names that torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ._muon_engine.layouts import fsdp1
-from ._muon_partition import unwrapped
-from ._muon_split import Split
+from .._muon_engine.layouts import fsdp1
+from .._muon_split import Split
+from .partition import unwrapped
 
 
 def _equal(parts: int, lines: int, dim: int = 0) -> Split:
