@@ -339,7 +339,7 @@ def partition_named_parameters(
         ValueError: a flat FSDP1 parameter mixes both or different splits, a pattern matches no name, or FSDP2 has
             unsharded parameters, as after a forward without a backward.
     """
-    from torch.optim._muon_partition import partition
+    from torch.optim._muon_models.partition import partition
 
     return partition(module, exclude, verbose, split, allow_batched_matrices)
 
@@ -361,7 +361,7 @@ def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     Returns:
         dict: name of a parameter -> the option ``split`` of its parameter group.
     """
-    from torch.optim._muon_fused import split_of
+    from torch.optim._muon_models.fused import split_of
 
     return split_of(module, heads)
 
