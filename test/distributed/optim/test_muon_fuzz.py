@@ -17,10 +17,18 @@ from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
 from torch.optim.muon import CUBIC
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon import fuzz_player
+from torch.testing._internal.distributed._muon.checkers import fuzz_player
 from torch.testing._internal.distributed._muon.common_muon import OnCPU
-from torch.testing._internal.distributed._muon.fuzz_player import Mesh, Plan, WORLD
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of, st
+from torch.testing._internal.distributed._muon.checkers.fuzz_player import (
+    Mesh,
+    Plan,
+    WORLD,
+)
+from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
+    fuzz,
+    one_of,
+    st,
+)
 
 
 # Few enough to be made once: whole meshes, and slices of meshes.

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.optim._muon_engine.runtime.memory import Memory
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import local
-from torch.testing._internal.distributed._muon.common_rules import (
+from torch.testing._internal.distributed._muon.checkers.rules import (
     Accelerator,
     deadlock,
     disagreements,
@@ -26,7 +26,11 @@ from torch.testing._internal.distributed._muon.common_rules import (
     Rank,
     Recorder,
 )
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of, st
+from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
+    fuzz,
+    one_of,
+    st,
+)
 
 
 LAZY = "lazy:0"

@@ -30,7 +30,7 @@ from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.distributed._muon import common_config, common_muon
 from torch.testing._internal.distributed._muon.common_muon import full, local, sizes_of
-from torch.testing._internal.distributed._muon.common_rules import Call, Recorder
+from torch.testing._internal.distributed._muon.checkers.rules import Call, Recorder
 
 
 WORLD = 4
