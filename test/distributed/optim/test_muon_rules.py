@@ -16,21 +16,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim._muon_engine.runtime.memory import Memory
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_muon import local
-from torch.testing._internal.distributed._muon.checkers.rules import (
-    Accelerator,
-    deadlock,
-    disagreements,
-    Held,
-    Program,
-    Rank,
-    Recorder,
-)
+from torch.testing._internal.distributed._muon.checkers.accelerator import Accelerator
 from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
     fuzz,
     one_of,
     st,
 )
+from torch.testing._internal.distributed._muon.checkers.order import (
+    deadlock,
+    disagreements,
+)
+from torch.testing._internal.distributed._muon.checkers.ranks import Held, Program, Rank
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_muon import local
 
 
 LAZY = "lazy:0"
