@@ -33,6 +33,10 @@ READING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked", "u
 COMPUTE = "compute"
 
 
+def fake_tensors(tree: Any) -> list[FakeTensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, FakeTensor)]
+
+
 class Accelerator(Recorder):
     """Also finds waits of the host, and communicators that are first used while others are in flight.
 
@@ -71,7 +75,7 @@ class Accelerator(Recorder):
         def synchronize(*_: Any) -> None:
             self.host_waits(joined(*self.clocks.values()), "the device")
 
-        for of, name, stand_in in (
+        for owner, name, stand_in in (
             (torch, "Stream", type("Stream", (Stream,), {"model": self})),
             (torch, "Event", type("Event", (Event,), {"model": self})),
             (torch.accelerator, "current_stream", lambda *_: self.stream()),
@@ -81,7 +85,7 @@ class Accelerator(Recorder):
             (torch.accelerator, "synchronize", synchronize),
             (torch.Tensor, "record_stream", record_stream),
         ):
-            self._patches.enter_context(mock.patch.object(of, name, stand_in))
+            self._patches.enter_context(mock.patch.object(owner, name, stand_in))
         return found
 
     def stream(self) -> Stream:
@@ -92,15 +96,17 @@ class Accelerator(Recorder):
     def host_waits(self, clock: Clock, reason: str) -> None:
         """It may wait for what comes before the step."""
         before = self._began if self._began is not None else clock
-        if any(place > before.get(queue, 0) for queue, place in clock.items()):
-            self.problems.append(f"the host waits for {reason}")
+        for queue, place in clock.items():
+            if place > before.get(queue, 0):
+                self.problems.append(f"the host waits for {reason}")
+                break
         self.add(HOST, clock)
 
     def launched(self, call: Call) -> None:
         key = call.comm, call.name, call.nbytes
         if call.name == "all_gather" and self.at is None:
             self.problems.append("ranks exchange objects on any device")
-        others = [one for one in self.flying if one.comm != call.comm]
+        others = [other for other in self.flying if other.comm != call.comm]
         if key not in self._used and others:
             self.problems.append(f"{call} is the first, while {others[0]} is in flight")
         self._used.add(key)
@@ -133,8 +139,8 @@ class Accelerator(Recorder):
 
     def run(self, func: Any, args: Any, kwargs: Any, reads: list, writes: list) -> Any:
         name = func.__name__
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
-        kinds = {t.device.type for t in given}
+        given = fake_tensors((args, kwargs))
+        kinds = {tensor.device.type for tensor in given}
         waits = name.startswith(READING) and kinds - {"cpu"}
         if name.startswith("_local_scalar_dense") and kinds:
             found = args[0].dtype == torch.bool
@@ -147,9 +153,9 @@ class Accelerator(Recorder):
             with contextlib.nullcontext() if is_real else self._mode:
                 found = func(*args, **kwargs)
         before = set(map(self.number_of, given))
-        made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
-        made = [t for t in made if self.number_of(t) not in before]
-        kinds |= {t.device.type for t in made}
+        made = fake_tensors(found)
+        made = [tensor for tensor in made if self.number_of(tensor) not in before]
+        kinds |= {tensor.device.type for tensor in made}
         queue = self.current[-1] if kinds - {"cpu"} else HOST
         for number in set(map(self.number_of, made)):
             self._home[number] = HOST
@@ -158,20 +164,26 @@ class Accelerator(Recorder):
         if kwargs.get("pin_memory") and made:
             self._pinned.add(self.number_of(made[0]))
         if name.startswith(("copy_", "_to_copy")) and len(kinds) > 1:
-            is_late = kwargs.get("non_blocking") or args[2:3] == (True,)
-            on_host = (self.number_of(t) for t in given if t.device.type == "cpu")
-            waits = not (is_late and self._pinned.issuperset(on_host))
-        made = [] if name.startswith(("empty", "new_empty")) else made
-        if kinds and (reads or writes or made):
-            self.operations.append((func, [t.shape for t in reads + writes]))
-            fake = (
-                [t for t in some if isinstance(t, FakeTensor)]
-                for some in (reads, writes + made)
-            )
-            self.accessed(func, *fake, queue)
+            waits = not self._is_late_copy(given, args, kwargs)
+        # Nothing is written into memory that is only allocated.
+        filled = [] if name.startswith(("empty", "new_empty")) else made
+        if kinds and (reads or writes or filled):
+            shapes = [tensor.shape for tensor in reads + writes]
+            self.operations.append((func, shapes))
+            fake_writes = fake_tensors(writes) + filled
+            self.accessed(func, fake_tensors(reads), fake_writes, queue)
         if waits:
             self.host_waits(self.clocks[queue], f"{func}")
         return found
+
+    def _is_late_copy(self, given: list[FakeTensor], args: Any, kwargs: Any) -> bool:
+        """Whether the host goes on during a copy between devices: its own memory must be pinned."""
+        is_late = kwargs.get("non_blocking") or args[2:3] == (True,)
+        for tensor in given:
+            is_on_host = tensor.device.type == "cpu"
+            if is_on_host and self.number_of(tensor) not in self._pinned:
+                return False
+        return bool(is_late)
 
 
 class Stream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from datetime import timedelta
 from typing import Any, TYPE_CHECKING
 
@@ -31,9 +30,13 @@ if TYPE_CHECKING:
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
     """(Mesh dimension, tensor dimension) of each shard, in the order in which they cut."""
-    plain = [(i, p) for i, p in enumerate(placements) if isinstance(p, int)]
-    words = [(i, p) for i, p in enumerate(placements) if isinstance(p, str)]
-    return plain + [(i, int(p[1:])) for i, p in words if p.startswith("/")]
+    plain, strided = [], []
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, int):
+            plain.append((mesh_dim, placement))
+        elif placement.startswith("/"):
+            strided.append((mesh_dim, int(placement[1:])))
+    return plain + strided
 
 
 # Of a collective that pairs up with none.
@@ -76,17 +79,21 @@ def renew_groups() -> None:
     device_mesh.cache_clear()
 
 
-def placement(placements, sizes, at: int) -> Placement:
-    """That of dimension ``at`` of a mesh."""
-    word = placements[at]
-    if word in ("R", "P"):
-        return Replicate() if word == "R" else Partial()
+def placement_of(placements: Any, sizes: tuple[int, ...], mesh_dim: int) -> Placement:
+    """That of one dimension of a mesh."""
+    word = placements[mesh_dim]
+    if word == "R":
+        return Replicate()
+    if word == "P":
+        return Partial()
     if isinstance(word, int):
         return Shard(word)
     # Later dimensions of the mesh cut before this one does.
-    dim = int(word[1:])
-    later = [sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim]
-    return _StridedShard(dim, split_factor=math.prod(later))
+    dim, split_factor = int(word[1:]), 1
+    for later in range(mesh_dim + 1, len(sizes)):
+        if placements[later] == dim:
+            split_factor *= sizes[later]
+    return _StridedShard(dim, split_factor=split_factor)
 
 
 class Share:
@@ -98,23 +105,34 @@ class Share:
     def piece(self, whole: torch.Tensor, placements: Any = None) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
-            mesh = self.matrix.mesh
-            sizes, place = mesh.shape, mesh.place_of(self.rank)
-            for mesh_dim, dim in strided_order(placements or self.matrix.placements):
-                parts = sizes_of(whole.shape[dim], sizes[mesh_dim], "chunk")
-                whole = whole.split(parts, dim)[place[mesh_dim]]
-            return whole
+            return self.piece_on_mesh(whole, placements or self.matrix.placements)
+        if self.plan.config.mesh is not None:
+            return self.piece_of_groups(whole)
+        return whole
+
+    def piece_on_mesh(self, whole: torch.Tensor, placements: Any) -> torch.Tensor:
+        mesh = self.matrix.mesh
+        place = mesh.place_of(self.rank)
+        for mesh_dim, dim in strided_order(placements):
+            sizes = sizes_of(whole.shape[dim], mesh.shape[mesh_dim], "chunk")
+            whole = whole.split(sizes, dim)[place[mesh_dim]]
+        return whole
+
+    def piece_of_groups(self, whole: torch.Tensor) -> torch.Tensor:
         config = self.plan.config
-        if config.mesh is None:
-            return whole
         for kind, dim in (("tp", self.matrix.tp_dim), ("fsdp", 0)):
-            for along in config.dims_of(kind):
-                if dim is not None:
-                    groups = config.mesh.groups((along,))
-                    # A process group has its ranks in their own order, not in the mesh's.
-                    (group,) = (sorted(g) for g in groups if self.rank in g)
-                    parts = sizes_of(whole.shape[dim], len(group), self.matrix.how)
-                    whole = whole.split(parts, dim)[group.index(self.rank)]
+            if dim is None:
+                continue
+            for mesh_dim in config.dims_of(kind):
+                (group,) = (
+                    ranks
+                    for ranks in config.mesh.groups((mesh_dim,))
+                    if self.rank in ranks
+                )
+                # A process group has its ranks in their own order, not in the mesh's.
+                position = sorted(group).index(self.rank)
+                sizes = sizes_of(whole.shape[dim], len(group), self.matrix.how)
+                whole = whole.split(sizes, dim)[position]
         return whole
 
     def elements_here(self) -> list[torch.Tensor]:
@@ -135,13 +153,18 @@ class Share:
         fused weight have one gradient.
         """
         split = dict(self.matrix.form).get("split")
-        sizes = split["sizes"] if isinstance(split, dict) else split or (None,)
-        counts = [int(here.sum()) for here in self.elements_here()]
-        starts = range(0, len(counts), len(sizes))
-        return [any(counts[at : at + len(sizes)]) for at in starts]
+        if split is None:
+            parts = 1
+        elif isinstance(split, dict):
+            parts = len(split["sizes"])
+        else:
+            parts = len(split)
+        holds = [bool(here.any()) for here in self.elements_here()]
+        starts = range(0, len(holds), parts)
+        return [any(holds[start : start + parts]) for start in starts]
 
 
-class Held(Share):
+class HeldMatrix(Share):
     """One parameter on this rank, and its twin in one process."""
 
     def __init__(self, plan: Plan, matrix: Matrix, number: int, rank: int) -> None:
@@ -177,21 +200,27 @@ class Held(Share):
             self.single.grad_dtype = self.param.grad_dtype = self.grad_dtype
 
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
-        piece = self.piece(whole).mT if turned else self.piece(whole)
-        piece = piece.clone(memory_format=torch.contiguous_format)
-        return self.wrap(
-            piece.mT if turned else piece, whole.shape, self.matrix.placements
-        )
+        """This rank's part of ``whole``; ``turned``, with the strides of a transpose."""
+        piece = self.piece(whole)
+        if turned:
+            copied = piece.mT.clone(memory_format=torch.contiguous_format)
+            piece = copied.mT
+        else:
+            piece = piece.clone(memory_format=torch.contiguous_format)
+        return self.wrap(piece, whole.shape, self.matrix.placements)
 
     def wrap(self, piece: torch.Tensor, shape, placements) -> torch.Tensor:
         """A DTensor where the parameter is one."""
         if self.matrix.mesh is None:
             return piece
         sizes = self.matrix.mesh.shape
+        on_dims = []
+        for mesh_dim in range(len(sizes)):
+            on_dims.append(placement_of(placements, sizes, mesh_dim))
         return DTensor.from_local(
             piece,
             device_mesh(self.matrix.mesh),
-            [placement(placements, sizes, at) for at in range(len(sizes))],
+            on_dims,
             run_check=False,
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
@@ -213,8 +242,9 @@ class Held(Share):
         elif kind == "summed" and mesh is not None and mesh.in_order:
             # All of it on the first rank along each dimension.
             terms = ("P",) * len(self.matrix.placements)
-            mine = whole * (not any(mesh.place_of(self.rank)))
-            gradient = self.wrap(mine, whole.shape, terms)
+            is_first = not any(mesh.place_of(self.rank))
+            term = whole if is_first else torch.zeros_like(whole)
+            gradient = self.wrap(term, whole.shape, terms)
         else:
             if kind == "zero":
                 whole = torch.zeros_like(whole)
@@ -226,20 +256,27 @@ class Held(Share):
         self.single.grad = whole if whole.numel() else None
 
     def problems(self, optimizer: Muon, single: Muon) -> list[str]:
+        """How the parameter and its momentum differ from those of the twin."""
         name = f"{self.number}: {self.matrix}"
-        expected, found = self.piece(self.single.detach()), local(self.param.detach())
-        alike = common_muon.moved_alike(found, expected, self.steps)
-        wrong = [] if alike else [f"parameter {name}: {found} instead of {expected}"]
+        problems = []
+        expected = self.piece(self.single.detach())
+        found = local(self.param.detach())
+        if not common_muon.moved_alike(found, expected, self.steps):
+            problems.append(f"parameter {name}: {found} instead of {expected}")
         mine = its = None
         if not self.is_new:
             mine = optimizer.state.get(self.param, {}).get("momentum_buffer")
             its = single.state.get(self.single, {}).get("momentum_buffer")
         if mine is None:
-            return wrong if its is None else [*wrong, f"no momentum {name}"]
+            if its is not None:
+                problems.append(f"no momentum {name}")
+            return problems
         if its is None:
             its = torch.zeros(self.matrix.shape, dtype=self.grad_dtype)
         # One process casts what load_state_dict() left in the next step that has a gradient.
         its = its.to(self.grad_dtype)
-        alike = (mine.dtype, mine.shape) == (self.grad_dtype, self.param.shape)
-        alike = alike and common_muon.equal(local(mine), self.piece(its))
-        return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
+        is_alike = mine.dtype == self.grad_dtype
+        is_alike = is_alike and mine.shape == self.param.shape
+        if not (is_alike and common_muon.equal(local(mine), self.piece(its))):
+            problems.append(f"momentum {name}: {mine} instead of {its}")
+        return problems

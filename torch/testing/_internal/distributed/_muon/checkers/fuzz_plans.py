@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 WORLD = 4
@@ -20,26 +24,34 @@ class Mesh(NamedTuple):
     def groups(self, dims: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The ranks that differ along ``dims`` only, for each such set."""
         found: dict[tuple[int, ...], list[int]] = {}
-        places = itertools.product(*map(range, self.sizes))
-        for rank, place in zip(self.ranks, places, strict=True):
-            fixed = tuple(0 if dim in dims else at for dim, at in enumerate(place))
-            found.setdefault(fixed, []).append(rank)
+        for rank, place in self.places().items():
+            fixed = list(place)
+            for dim in dims:
+                fixed[dim] = 0
+            found.setdefault(tuple(fixed), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
+
+    def places(self) -> dict[int, tuple[int, ...]]:
+        """The coordinates of each rank in the whole mesh."""
+        coordinates = itertools.product(*map(range, self.sizes))
+        return dict(zip(self.ranks, coordinates, strict=True))
 
     @property
     def dims(self) -> tuple[int, ...]:
         return self.kept or tuple(range(len(self.sizes)))
 
     def place_of(self, rank: int) -> tuple[int, ...]:
-        places = itertools.product(*map(range, self.sizes))
-        place = dict(zip(self.ranks, places, strict=True))[rank]
+        place = self.places()[rank]
         return tuple(place[dim] for dim in self.dims)
 
     @property
     def in_order(self) -> bool:
         """Whether DTensor's own collectives are right: process groups sort their ranks, meshes do not."""
-        groups = [g for dim in range(len(self.sizes)) for g in self.groups((dim,))]
-        return all(group == tuple(sorted(group)) for group in groups)
+        for dim in range(len(self.sizes)):
+            for group in self.groups((dim,)):
+                if group != tuple(sorted(group)):
+                    return False
+        return True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,31 +156,48 @@ class Plan(NamedTuple):
         elif self.config.mesh is not None:
             sets = self.config.mesh.groups(self.config.dims_of(*SHARING))
         else:
-            sets = [(r,) for r in range(WORLD)]
-        return next((tuple(sorted(s)) for s in sets if rank in s), ())
+            sets = [(each,) for each in range(WORLD)]
+        for ranks in sets:
+            if rank in ranks:
+                return tuple(sorted(ranks))
+        return ()
 
     def share_all_matrices(self, matrix: Matrix) -> bool:
         """Whether the ranks that share a parameter hold parts of the same matrices of a stack."""
         if dict(matrix.form).get("flatten"):
             return True
-        cut = [int(p[-1]) for p in map(str, matrix.placements) if p[-1].isdigit()]
+        cut = []
+        for placement in matrix.placements:
+            # A number, or "/" and a number.
+            digit = str(placement)[-1]
+            if digit.isdigit():
+                cut.append(int(digit))
         if matrix.mesh is None:
-            cut += [0] * len(self.config.dims_of("fsdp"))
-            cut += [] if matrix.tp_dim is None else [matrix.tp_dim % len(matrix.shape)]
-        return min(cut, default=len(matrix.shape)) >= len(matrix.shape) - 2
+            if self.config.dims_of("fsdp"):
+                cut.append(0)
+            if matrix.tp_dim is not None:
+                cut.append(matrix.tp_dim % len(matrix.shape))
+        # The last two dimensions are those of each matrix.
+        return all(dim >= len(matrix.shape) - 2 for dim in cut)
 
-    def shows_tp(self, matrices) -> bool:
+    def shows_tp(self, matrices: Sequence[Matrix]) -> bool:
         """Whether a DTensor is placed on the ranks of tensor parallelism, and so shows what this cut."""
         if self.config.mesh is None:
             return False
-        cut = {frozenset(g) for g in self.config.mesh.groups(self.config.dims_of("tp"))}
-        meshes = (matrix.mesh for matrix in matrices if matrix.mesh is not None)
-        placed = (
-            frozenset(g) for m in meshes for dim in m.dims for g in m.groups((dim,))
-        )
-        return any(len(group) > 1 and group in cut for group in placed)
+        tp_groups = self.config.mesh.groups(self.config.dims_of("tp"))
+        cut = {frozenset(ranks) for ranks in tp_groups}
+        for matrix in matrices:
+            if matrix.mesh is None:
+                continue
+            for dim in matrix.mesh.dims:
+                for ranks in matrix.mesh.groups((dim,)):
+                    if len(ranks) > 1 and frozenset(ranks) in cut:
+                        return True
+        return False
 
-    def hear(self, matrix: Matrix, culprit: int, matrices) -> set[int]:
+    def hear(
+        self, matrix: Matrix, culprit: int, matrices: Sequence[Matrix]
+    ) -> set[int]:
         """The ranks that hear at once of a mismatch in ``matrix``: its holders, and all that share a matrix with
         one of these.
         """
@@ -178,27 +207,44 @@ class Plan(NamedTuple):
             # The ranks of a stack may share none of its matrices, and so no group.
             has_group = not other.frozen and math.prod(other.shape)
             if has_group and self.share_all_matrices(other):
-                sets = (set(self.sharing(other, rank)) for rank in holders)
-                found.update(*sets)
+                for rank in holders:
+                    found.update(self.sharing(other, rank))
         return found
 
-    def links(self, matrices) -> list[tuple[int, ...]]:
+    def links(self, matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:
         """The sets of ranks that compare what they build."""
-        found = [self.sharing(m, r) for m in matrices for r in range(WORLD)]
+        found = []
+        for matrix in matrices:
+            for rank in range(WORLD):
+                found.append(self.sharing(matrix, rank))
         if self.config.mesh is not None:
             found += self.config.mesh.groups(self.config.dims_of(*SHARING))
         return [ranks for ranks in found if len(ranks) > 1]
 
-    def linked(self, rank: int, matrices) -> set[int]:
+    def linked(self, rank: int, matrices: Sequence[Matrix]) -> set[int]:
         """``rank``, the ranks that share something with it, those that share with these, and so on."""
         found = {rank}
+        links = self.links(matrices)
+        # A chain of ranks is no longer than the world.
         for _ in range(WORLD):
-            found.update(*(r for r in self.links(matrices) if found & set(r)))
+            for ranks in links:
+                if found.intersection(ranks):
+                    found.update(ranks)
         return found
 
-    def see(self, changed, matrices, count: int = 1) -> bool:
+    def see(
+        self,
+        changed: Sequence[Matrix],
+        matrices: Sequence[Matrix],
+        count: int = 1,
+    ) -> bool:
         """Whether each rank linked with a holder of one of ``changed`` holds ``count`` of them."""
-        holders = (r for r in range(WORLD) for m in changed if self.sharing(m, r))
-        linked = set().union(*(self.linked(rank, matrices) for rank in holders))
-        counts = (sum(bool(self.sharing(m, r)) for m in changed) for r in linked)
-        return all(found >= count for found in counts)
+        linked: set[int] = set()
+        for rank in range(WORLD):
+            if self.held_of(changed, rank):
+                linked |= self.linked(rank, matrices)
+        return all(self.held_of(changed, rank) >= count for rank in linked)
+
+    def held_of(self, matrices: Sequence[Matrix], rank: int) -> int:
+        """How many of ``matrices`` a rank holds a part of."""
+        return sum(bool(self.sharing(matrix, rank)) for matrix in matrices)

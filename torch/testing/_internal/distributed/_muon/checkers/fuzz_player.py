@@ -5,26 +5,21 @@ After each event, parameters and momentum must equal those of the one process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-import time
 import traceback
 import warnings
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
-from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.distributed._muon import common_config, common_muon
+from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.fuzz_matrices import (
     control_group,
     device_mesh,
-    Held,
     renew_groups,
     Share,
 )
@@ -34,308 +29,159 @@ from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     Plan,
     STEP,
 )
-from torch.testing._internal.distributed._muon.checkers.recorder import Call, Recorder
+from torch.testing._internal.distributed._muon.checkers.fuzz_training import Training
 from torch.testing._internal.distributed._muon.common_muon import local
 
 
-def received_bytes(call: Call, rank: int) -> int:
-    """The bytes of an exchange that ``rank`` received from other ranks."""
-    if call.name == "all_to_all_single":
-        _, sizes = call.splits
-        return (sum(sizes) - sizes[call.comm.ranks.index(rank)]) * call.itemsize
-    return call.nbytes * (call.name == "broadcast" and call.source != rank)
-
-
-class Late(Recorder):
-    """A rank behind a slow wire comes to each collective late."""
-
-    def launched(self, call: Any) -> None:
-        time.sleep(0.003)
-        super().launched(call)
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 class Player:
+    """An action of a plan is the name of a method, and its arguments."""
+
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.step_number = self.idle = 0
-        # By number in the plan, and in the optimizer's order, group by group.
-        self.held: dict[int, Held] = {}
-        # What the ranks hold after the events so far. Each rank knows the matrices of all.
-        self.matrices: list[Matrix] = []
-        self.groups: list[list[Held]] = []
+        self.training: Training
+        # Whether some momentum starts at zero in this event.
+        self.restarts = False
 
     def run(self) -> list[str]:
+        """The problems of the first event that has some, on all ranks; none if all events are right."""
         limits = {"MAX_PEERS": 512, **dict(self.plan.limits)}
-        self.is_late = limits.pop("late", None) == self.rank
-        patches = [
-            mock.patch.object(packs, "RELAY_BYTES", limits.pop("RELAY_BYTES", 2**20)),
-            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
+        is_late = limits.pop("late", None) == self.rank
+        relay_bytes = limits.pop("RELAY_BYTES", 2**20)
+        node = str(limits.pop("node", 4))
+        with (
+            mock.patch.object(packs, "RELAY_BYTES", relay_bytes),
+            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=node),
             mock.patch.multiple(buckets, **limits),
-        ]
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            self.said = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.catch_warnings(record=True) as self.warned,
+        ):
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", module=r"torch\.optim\._muon")
+            self.make_meshes()
+            self.training = Training(self.plan, self.rank, is_late)
             for event in self.events():
                 problems = self.play(event)
                 if problems:
                     return problems
         return []
 
-    def events(self):
-        # All ranks make all meshes.
+    def make_meshes(self) -> None:
+        """All ranks make all meshes."""
         matrices = list(self.plan.matrices)
-        for new, _ in self.plan.actions_of("add"):
-            matrices += new
-        meshes = [self.plan.config.mesh, *(matrix.mesh for matrix in matrices)]
+        for added, _ in self.plan.actions_of("add"):
+            matrices += added
+        meshes = [self.plan.config.mesh]
+        meshes += [matrix.mesh for matrix in matrices]
         meshes += [mesh for _, mesh, *_ in self.plan.actions_of("replace")]
         for mesh in dict.fromkeys(meshes):
             if mesh is not None:
                 device_mesh(mesh)
-        self.hold(self.plan.matrices)
-        self.groups = [
-            [h for h in self.held.values() if h.matrix.group == number]
-            for number in range(len(self.plan.options))
-        ]
-        yield self.build
-        for name, *given in self.plan.actions:
-            yield functools.partial(getattr(self, name), *given)
 
-    def play(self, event) -> list[str]:
+    def events(self) -> Iterator[Callable[[], None]]:
+        yield self.training.build
+        for name, *arguments in self.plan.actions:
+            action = getattr(self, name)
+            yield functools.partial(action, *arguments)
+
+    def play(self, event: Callable[[], None]) -> list[str]:
         """Problems of an event, on all ranks if there is one on any of them."""
         problems: list[str] = []
         self.restarts = False
-        if self.held:
+        if self.training.held:
             try:
                 event()
-                texts = [str(warning.message) for warning in self.said]
-                problems += [text for text in texts if not self.may_warn(text)]
-                problems += self.problems()
+                problems += self.wrong_warnings()
+                problems += self.training.problems()
             except Exception:
                 problems.append(traceback.format_exc())
-        self.said.clear()
-        told = torch.tensor(len(problems))
-        dist.all_reduce(told, group=control_group())
-        if not told:
+        self.warned.clear()
+        count = torch.tensor(len(problems))
+        dist.all_reduce(count, group=control_group())
+        if not count:
             return []
-        found = list(enumerate(common_muon.everyone(problems, control_group())))
+        by_rank = common_muon.everyone(problems, control_group())
         renew_groups()
-        return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
-
-    def problems(self) -> list[str]:
-        """How the parameters and momentum differ from those of one process."""
-        order, both = self.order(), (self.optimizer, self.single)
-        return [text for held in order for text in held.problems(*both)]
-
-    def may_warn(self, text: str) -> bool:
-        """Whether the plan is a reason for a warning of the engine's."""
-        present = [held.matrix for held in self.order()]
-        is_both = self.plan.config.mesh is not None and any(m.mesh for m in present)
-        reasons = {
-            "starts at zero": self.restarts,
-            "has had a gradient": self.idle >= 3,
-            "placements count": is_both,
-        }
-        return any(part in text and reason for part, reason in reasons.items())
-
-    def hold(self, matrices) -> list[Held]:
-        first = len(self.matrices)
-        self.matrices += matrices
-        new = {
-            number: Held(self.plan, matrix, number, self.rank)
-            for number, matrix in enumerate(matrices, first)
-            if self.plan.sharing(matrix, self.rank)
-        }
-        self.held.update(new)
-        return list(new.values())
-
-    def order(self) -> list[Held]:
-        return [held for group in self.groups for held in group]
-
-    def build(self):
-        self.single = self.muon("single", {"foreach": False})
-        self.build_optimizer()
-
-    def build_optimizer(self):
-        self.optimizer = self.muon("param", {}, distributed_config=self.new_config())
-
-    def muon(self, which, own, **options):
-        groups = [
-            {**self.params_of(group, which), **self.options_of(number), **own}
-            for number, group in enumerate(self.groups)
-        ]
-        return Muon(groups, allow_batched_matrices=self.plan.batched, **options)
-
-    def params_of(self, group, which):
-        params = [getattr(held, which) for held in group]
-        if not self.plan.named:
-            return {"params": params}
-        # torch takes the names of all groups, also of those without parameters.
-        pairs = [(f"w{held.number}", p) for held, p in zip(group, params)]
-        return {"params": pairs} if group else {"params": [], "param_names": []}
-
-    def options_of(self, number: int) -> dict[str, Any]:
-        added = [options for _, options in self.plan.actions_of("add")]
-        options = dict([*self.plan.options, *added][number])
-        if isinstance(options.get("lr"), tuple):
-            options["lr"] = torch.tensor(*options["lr"])
-        return options
-
-    def new_config(self):
-        config = self.plan.config
-        if config.kind == "auto":
-            return "auto"
-        if config.kind == "dtensor":
-            made = create_dtensor_config(config.asynchronous, config.prefetch)
-        else:
-            made = self.new_group_config()
-        if config.functions == "assigned":
-            made.assign_fn = self.assign
-        elif config.functions == "wrapped":
-            common_muon.wrap_functions(made, "gather_fn", "redistribute_fn")
-        return made
-
-    def new_group_config(self):
-        config = self.plan.config
-        mesh = device_mesh(config.mesh)
-        groups = {
-            f"{kind}_process_group": mesh.get_group(dim)
-            for dim, kind in enumerate(config.kinds)
-            if kind is not None
-        }
-        dims = {i: held.matrix.tp_dim for i, held in enumerate(self.order())}
-        of_each = {i: dim for i, dim in dims.items() if dim is not None}
-        experts = {i: held.expert for i, held in enumerate(self.order())}
-        return create_auto_config(
-            **groups,
-            tp_dim_per_param=of_each if config.tp_dim is None else config.tp_dim,
-            expert_assignments={i: e for i, e in experts.items() if e is not None},
-            async_gpu_parallelism=config.asynchronous,
-            prefetch_count=config.prefetch,
-        )
-
-    def assign(self, params, state):
-        assignments: dict[int, list[int]] = {}
-        for index, held in enumerate(self.order()):
-            owner = held.sharing[held.number % len(held.sharing)]
-            assignments.setdefault(owner, []).append(index)
-        return assignments
-
-    def set_gradients(self, gradients):
-        self.step_number += 1
-        kinds = dict(gradients)
-        for held in self.order():
-            held.set_gradient(self.step_number, kinds.get(held.number, "full"))
-        is_idle = all(held.param.grad is None for held in self.order())
-        self.idle = (self.idle + 1) * is_idle
-
-    def step(self, gradients=STEP[1]):
-        self.set_gradients(gradients)
-        self.step_both()
-
-    def step_both(self):
-        """Both optimizers take a step with the gradients that are set."""
-        before = list(self.versions())
-        seen = Late() if self.is_late else Recorder()
-        with seen, common_config.NewtonSchulzCalls() as calls:
-            self.optimizer.step()
-        problems = seen.problems + self.unexpected(seen, len(calls.shapes))
-        for held, tensor, version in before:
-            if (held.single.grad is not None) != (tensor._version > version):
-                problems.append(f"{held.number} was written, or not, without a reason")
-        if problems:
-            raise AssertionError(f"{problems}")
-        self.single.step()
-        for held in self.order():
-            held.steps += 1
-            held.is_new = held.is_new and not held.param.requires_grad
-
-    def versions(self):
-        """The counters by which autograd learns of a step's writes, of tensors that have elements here."""
-        for held in self.order():
-            state = self.optimizer.state.get(held.param, {})
-            # A checkpoint's momentum may have another placement, and makes room for a new tensor.
-            kept = () if held.is_new else state.values()
-            for tensor in (held.param, *kept):
-                if local(tensor).numel():
-                    yield held, tensor, tensor._version
-
-    def unexpected(self, seen, count):
-        """Matrices that this rank orthogonalizes and bytes that it receives, beyond the lower bound."""
-        if self.plan.config.functions == "wrapped":
-            return []
-        owners, least, most, expected = self.optimizer.matrix_owners, 0, 0, 0
-        for index, held in enumerate(self.order()):
-            if not held.param.requires_grad:
-                continue
-            has_grad = held.single.grad is not None
-            elements, knows = held.elements_here(), held.holds_of_gradients()
-            for sub, here in enumerate(elements):
-                owner, own = owners.get((index, sub)), int(here.sum())
-                if owner == self.rank:
-                    least += has_grad
-                    # With an empty shard, it cannot know that a gradient is missing.
-                    most += has_grad or not knows[sub * len(knows) // len(elements)]
-                    # Each element once, and the update once to each holder; in bfloat16.
-                    expected += 2 * (here.numel() - own)
-                else:
-                    expected += 2 * own
         found = []
-        if not least <= count <= most:
-            found.append(f"{count} matrices instead of {least} to {most}")
-        # In two levels, others' bytes pass through this rank.
-        if dict(self.plan.limits).get("MAX_PEERS", 512) == 512:
-            received = sum(received_bytes(call, self.rank) for call in seen.calls)
-            if received != expected:
-                found.append(f"{received} bytes instead of {expected}")
+        for rank, texts in enumerate(by_rank):
+            found += [f"{event}, rank {rank}: {text}" for text in texts]
         return found
 
-    def group_of(self, held: Held) -> int:
-        return next(i for i, group in enumerate(self.groups) if held in group)
+    def wrong_warnings(self) -> list[str]:
+        """The engine's warnings for which the plan is no reason."""
+        present = [held.matrix for held in self.training.order()]
+        has_dtensors = any(matrix.mesh for matrix in present)
+        reasons = {
+            "starts at zero": self.restarts,
+            "has had a gradient": self.training.idle_steps >= 3,
+            "placements count": self.plan.config.mesh is not None and has_dtensors,
+        }
+        expected = [words for words, is_reason in reasons.items() if is_reason]
+        found = []
+        for warning in self.warned:
+            text = str(warning.message)
+            if not any(words in text for words in expected):
+                found.append(text)
+        return found
 
-    def mismatch(self, kind, number, culprit):
+    # The actions.
+
+    def step(self, gradients: Any = STEP[1]) -> None:
+        self.training.set_gradients(gradients)
+        self.training.step()
+
+    def mismatch(self, kind: str, number: int, culprit: int) -> None:
         """The ranks that share a matrix, and those that share others with these, learn that ``culprit`` differs.
         Nothing moves, and the same step works afterwards.
 
         It has no gradient, one that does not fit, or another value of the option ``kind``.
         """
-        matrix = self.matrices[number]
-        hearing = self.plan.hear(matrix, culprit, self.matrices)
+        training = self.training
+        matrix = training.matrices[number]
+        hearing = self.plan.hear(matrix, culprit, training.matrices)
         if self.rank not in hearing or not self.is_noticed(matrix, culprit):
             self.step()
             return
-        self.set_gradients(())
-        mend = (lambda: None) if self.rank != culprit else self.spoil(kind, number)
+        training.set_gradients(())
+        mend = None
+        if self.rank == culprit:
+            mend = self.spoil(kind, number)
         try:
-            self.optimizer.step()
+            training.optimizer.step()
         except RuntimeError as error:
             if not re.search(self.told(kind, number, culprit), str(error)):
                 raise
         else:
             raise AssertionError("no error")
-        problems = self.problems()
+        problems = training.problems()
         if problems:
             raise AssertionError(f"something moved: {problems}")
-        mend()
-        self.step_both()
+        if mend is not None:
+            mend()
+        training.step()
 
-    def is_noticed(self, matrix, culprit):
+    def is_noticed(self, matrix: Matrix, culprit: int) -> bool:
         """Whether other ranks can know of a gradient that ``culprit`` lacks."""
         if matrix.frozen:
             return False
+        own = Share(self.plan, matrix, culprit).holds_of_gradients()
         others = set(self.plan.sharing(matrix, culprit)) - {culprit}
-        shares = [Share(self.plan, matrix, rank) for rank in (culprit, *others)]
-        holds = [share.holds_of_gradients() for share in shares]
-        # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
-        return any(own and any(rest) for own, *rest in zip(*holds))
+        for rank in others:
+            its = Share(self.plan, matrix, rank).holds_of_gradients()
+            # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
+            for holds_here, holds_there in zip(own, its):
+                if holds_here and holds_there:
+                    return True
+        return False
 
-    def spoil(self, kind, number):
+    def spoil(self, kind: str, number: int) -> Callable[[], None]:
         """Gives this rank the mismatch ``kind``. Returns what mends it."""
-        held = self.held[number]
+        training = self.training
+        held = training.held[number]
         if kind in OTHER:
-            options = self.optimizer.param_groups[self.group_of(held)]
+            options = training.optimizer.param_groups[training.group_of(held)]
             own = {key: options[key] for key in OTHER}
             options[kind] = OTHER[kind] if own[kind] != OTHER[kind] else "gram"
             return functools.partial(options.update, own)
@@ -353,9 +199,10 @@ class Player:
             held.param._grad = ones.to_sparse()
         return functools.partial(setattr, held.param, "grad", gradient)
 
-    def told(self, kind, number, culprit):
+    def told(self, kind: str, number: int, culprit: int) -> str:
         """The pattern of this rank's error."""
-        held, elsewhere = self.held.get(number), "Their error says how"
+        held = self.training.held.get(number)
+        elsewhere = "Their error says how"
         if held is None or culprit not in held.sharing:
             # An option differs for all matrices of a group.
             return f"hyperparameters|{elsewhere}" if kind in OTHER else elsewhere
@@ -364,141 +211,171 @@ class Player:
             return "hyperparameters"
         # A rank names its own parameter, and the others the expert.
         is_own = kind != "none" and self.rank == culprit
-        index = self.order().index(held)
-        is_expert = held.matrix.expert and not is_own
-        where = "expert" if is_expert else rf"parameter {index}\b"
-        text = "some have none" if kind == "none" else "cannot use"
+        where = "expert"
+        if is_own or not held.matrix.expert:
+            index = self.training.order().index(held)
+            where = rf"parameter {index}\b"
         if is_own:
             text = "sparse|here has shape"
+        elif kind == "none":
+            text = "some have none"
+        else:
+            text = "cannot use"
         return f"(?=.*({text})).*{where}"
 
-    def change(self, number, **fields):
-        """Notes what all ranks know of a matrix that this one may not hold."""
-        self.matrices[number] = self.matrices[number]._replace(**fields)
-        if number in self.held:
-            self.held[number].matrix = self.matrices[number]
-
-    def freeze(self, number, frozen):
-        self.change(number, frozen=frozen)
-        held = self.held.get(number)
+    def freeze(self, number: int, frozen: bool) -> None:
+        self.training.change(number, frozen=frozen)
+        held = self.training.held.get(number)
         if held is not None:
             held.param.requires_grad_(not frozen)
             held.param.grad = held.single.grad = None
 
-    def reverse(self, number):
-        self.groups[number].reverse()
-        for optimizer in (self.single, self.optimizer):
-            for key in ("params", "param_names"):
-                optimizer.param_groups[number].get(key, []).reverse()
+    def reverse(self, number: int) -> None:
+        training = self.training
+        training.groups[number].reverse()
+        for optimizer in (training.single, training.optimizer):
+            group = optimizer.param_groups[number]
+            group["params"].reverse()
+            if "param_names" in group:
+                group["param_names"].reverse()
         self.step()
 
-    def rest(self, number):
+    def rest(self, number: int) -> None:
         """A parameter leaves its group for a step, and keeps its momentum."""
-        held = self.held.get(number)
+        training = self.training
+        held = training.held.get(number)
         if held is None:
             # A later group may be of all ranks, which must be in the same step then.
             self.step()
-            return self.step()
-        number = self.group_of(held)
-        at = self.groups[number].index(held)
-        lists = [self.groups[number]]
-        for optimizer in (self.single, self.optimizer):
+            self.step()
+            return
+        number = training.group_of(held)
+        position = training.groups[number].index(held)
+        lists = [training.groups[number]]
+        for optimizer in (training.single, training.optimizer):
             group = optimizer.param_groups[number]
             lists += [group[key] for key in ("params", "param_names") if key in group]
-        gone = [each.pop(at) for each in lists]
-        saved = self.optimizer.state_dict()["state"]
-        if len(saved) > len(self.order()):
+        gone = [entries.pop(position) for entries in lists]
+        saved = training.optimizer.state_dict()["state"]
+        if len(saved) > len(training.order()):
             raise AssertionError(f"the momentum of another is saved: {saved.keys()}")
         self.step()
-        for each, one in zip(lists, gone):
-            each.insert(at, one)
+        for entries, entry in zip(lists, gone, strict=True):
+            entries.insert(position, entry)
         self.step()
 
-    def change_options(self, group, options):
-        for optimizer in (self.single, self.optimizer):
-            optimizer.param_groups[group].update(options)
+    def change_options(self, number: int, options: Any) -> None:
+        for optimizer in (self.training.single, self.training.optimizer):
+            optimizer.param_groups[number].update(options)
 
-    def add(self, matrices, options):
-        number = len(self.groups)
-        new = self.hold(matrices)
-        self.groups.append(new)
+    def add(self, matrices: tuple[Matrix, ...], options: Any) -> None:
+        training = self.training
+        number = len(training.groups)
+        new = training.hold(matrices)
+        training.groups.append(new)
         for optimizer, which, own in (
-            (self.optimizer, "param", {}),
-            (self.single, "single", {"foreach": False}),
+            (training.optimizer, "param", {}),
+            (training.single, "single", {"foreach": False}),
         ):
-            group = {**self.options_of(number), **own, **self.params_of(new, which)}
+            group = {**training.options_of(number), **own}
+            group |= training.params_of(new, which)
             if new or self.plan.config.mesh is not None:
                 optimizer.add_param_group(group)
             else:
                 # A rank that holds none of them makes no call, but counts groups in the same way.
                 optimizer.param_groups.append({**optimizer.param_groups[0], **group})
 
-    def reload(self, into, placements=None):
-        """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process.
+    def reload(self, into: str, placements: Any = ()) -> None:
+        """The state into the "same" optimizer, into a "new" one, or the "whole" matrices of one process.
 
         ``placements`` are those that the momentum of a matrix on some mesh has in the state.
         """
-        state = self.optimizer.state_dict()
-        whole = self.single.state_dict()["state"]
-        for index, held in enumerate(self.order()):
-            other = dict(placements or ()).get(held.number)
+        training = self.training
+        state = training.optimizer.state_dict()
+        whole = training.single.state_dict()["state"]
+        moved = dict(placements)
+        for index, held in enumerate(training.order()):
+            other = moved.get(held.number)
             if held.matrix.mesh is None or index not in whole:
                 continue
-            if into == "whole" or other is not None:
-                held.is_new = True
-                value = whole[index]["momentum_buffer"].clone()
-                if into != "whole":
-                    value = held.wrap(held.piece(value, other), value.shape, other)
-                state["state"][index] = {"momentum_buffer": value}
+            if into != "whole" and other is None:
+                continue
+            held.is_new = True
+            momentum = whole[index]["momentum_buffer"].clone()
+            if into != "whole":
+                piece = held.piece(momentum, other)
+                momentum = held.wrap(piece, momentum.shape, other)
+            state["state"][index] = {"momentum_buffer": momentum}
         if into == "new":
-            self.build_optimizer()
+            training.build_optimizer()
         self.load(state)
 
-    def load(self, state):
+    def load(self, state: dict[str, Any]) -> None:
         """Loads ``state`` into the optimizer."""
-        self.optimizer.load_state_dict(state)
-        of_other_dtype = [h for h in self.order() if h.grad_dtype != h.dtype]
-        if of_other_dtype:
+        training = self.training
+        training.optimizer.load_state_dict(state)
+        is_rounded = False
+        for held in training.order():
+            if held.grad_dtype != held.dtype:
+                held.is_new = is_rounded = True
+        if is_rounded:
             # torch rounds momentum to the dtype of the parameter, in one process as well.
-            self.single.load_state_dict(self.single.state_dict())
-        for held in of_other_dtype:
-            held.is_new = True
+            training.single.load_state_dict(training.single.state_dict())
 
-    def replace(self, number, mesh, placements, fresh, renamed, saved):
+    def replace(
+        self,
+        number: int,
+        mesh: Any,
+        placements: Any,
+        fresh: bool,
+        renamed: bool,
+        saved: str | None,
+    ) -> None:
         """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks. Before the next
         step, its state may be ``saved``, and loaded.
         """
-        self.change(number, mesh=mesh, placements=placements)
-        held = self.held.get(number)
+        training = self.training
+        training.change(number, mesh=mesh, placements=placements)
+        held = training.held.get(number)
         if held is None:
-            return self.step()
-        number = self.group_of(held)
-        at = self.groups[number].index(held)
-        old, former = held.single, held.param
-        held.seed += 500 * fresh
-        held.set_params(held.values(0) if fresh else old.detach().clone())
-        self.single.param_groups[number]["params"][at] = held.single
-        self.optimizer.param_groups[number]["params"][at] = held.param
-        state = self.single.state.pop(old, None)
+            self.step()
+            return
+        former, former_single = held.param, held.single
+        values = former_single.detach().clone()
+        if fresh:
+            held.seed += 500
+            values = held.values(0)
+        held.set_params(values)
+        group = training.group_of(held)
+        position = training.groups[group].index(held)
+        training.single.param_groups[group]["params"][position] = held.single
+        training.optimizer.param_groups[group]["params"][position] = held.param
         # Without names, a parameter of the same placement is another layer, and starts at zero.
         inherits = common_muon.placed(held.param) != common_muon.placed(former)
         if self.plan.named:
             inherits = not renamed
             if renamed:
-                names = self.optimizer.param_groups[number]["param_names"]
-                names[at] = f"{names[at]} renamed"
-        momentum = self.optimizer.state.get(former, {}).get("momentum_buffer")
+                names = training.optimizer.param_groups[group]["param_names"]
+                names[position] = f"{names[position]} renamed"
+        momentum = training.optimizer.state.get(former, {}).get("momentum_buffer")
         self.restarts = momentum is not None and not inherits
+        state = training.single.state.pop(former_single, None)
         if state is not None and inherits:
-            self.single.state[held.single] = state
+            training.single.state[held.single] = state
             # A checkpoint has the momentum as it was placed before.
             held.is_new = saved is not None or not held.param.requires_grad
         if saved is not None:
-            kept = self.optimizer.state_dict()
-            entry = kept["state"].get(self.order().index(held), {})
-            expected = momentum if inherits else None
-            if entry.get("momentum_buffer") is not expected:
-                raise AssertionError(f"saved {entry} instead of {expected}")
-            if saved == "and loaded":
-                self.load(kept)
+            self.check_saved(
+                held, momentum if inherits else None, saved == "and loaded"
+            )
         self.step()
+
+    def check_saved(self, held: Any, momentum: Any, is_loaded: bool) -> None:
+        """A checkpoint has ``momentum`` for the parameter that has replaced another one."""
+        kept = self.training.optimizer.state_dict()
+        index = self.training.order().index(held)
+        entry = kept["state"].get(index, {})
+        if entry.get("momentum_buffer") is not momentum:
+            raise AssertionError(f"saved {entry} instead of {momentum}")
+        if is_loaded:
+            self.load(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -27,11 +28,14 @@ def disagreements(logs: Mapping[int, Log]) -> list[str]:
         counts = {rank: len(of_ranks.get(rank, ())) for rank in comm.ranks}
         if len(set(counts.values())) > 1:
             found.append(f"{comm}: ranks launch {counts} collectives")
-        for a, mine in of_ranks.items():
-            for b, its in of_ranks.items():
-                for one, other in zip(mine, its, strict=False):
-                    if a < b and one.said[b] != other.said[a]:
-                        found.append(f"{one}: {one.said[b]} and {other.said[a]}")
+        for (rank, calls), (other, its_calls) in itertools.combinations(
+            of_ranks.items(), 2
+        ):
+            # A communicator pairs up its calls by their number.
+            for call, its_call in zip(calls, its_calls, strict=False):
+                said, its_said = call.said[other], its_call.said[rank]
+                if said != its_said:
+                    found.append(f"{call}: {said} and {its_said}")
     return found
 
 
@@ -41,23 +45,28 @@ def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
     A collective finishes when all of its ranks have launched it. With ``in_turn`` a rank launches nothing
     before its last collective has started on all of its ranks, as on a device with one queue.
     """
-    at = dict.fromkeys(logs, 0)
+    positions = dict.fromkeys(logs, 0)
     there: dict[tuple[Comm, int], set[int]] = defaultdict(set)
     has_moved = True
     while has_moved:
         has_moved = False
         for rank, log in logs.items():
-            while at[rank] < len(log):
-                what, call = log[at[rank]]
+            while positions[rank] < len(log):
+                what, call = log[positions[rank]]
                 arrived = there[call.comm, call.number]
                 if what == "launch":
                     arrived.add(rank)
-                if (what == "wait" or in_turn) and len(arrived) < len(call.comm.ranks):
+                is_complete = len(arrived) == len(call.comm.ranks)
+                if not is_complete and (what == "wait" or in_turn):
                     break
-                at[rank] += 1
+                positions[rank] += 1
                 has_moved = True
-    return [
-        f"rank {rank} is at the {what} of {call}, to which ranks {there[call.comm, call.number]} have come"
-        for rank, log in logs.items()
-        for what, call in log[at[rank] : at[rank] + 1]
-    ]
+    stuck = []
+    for rank, log in logs.items():
+        if positions[rank] < len(log):
+            what, call = log[positions[rank]]
+            arrived = there[call.comm, call.number]
+            stuck.append(
+                f"rank {rank} is at the {what} of {call}, to which ranks {arrived} have come"
+            )
+    return stuck

@@ -59,7 +59,7 @@ def alone(rank: int, world: int) -> Iterator[None]:
 _meshes = itertools.count()
 
 
-class Held(NamedTuple):
+class PlacedMatrices(NamedTuple):
     """``count`` matrices, placed on a mesh of some of the ranks; a placement is "R", "P" or a dimension."""
 
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class Program(NamedTuple):
     """The matrices and the config of all ranks of a world, and the limits of the schedule."""
 
     world: int
-    held: tuple[Held, ...]
+    placed: tuple[PlacedMatrices, ...]
     prefetch: int = 1
     owners: int = 1
     parallel: bool = True
@@ -97,34 +97,55 @@ class Rank(contextlib.ExitStack):
         enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
         enter(mock.patch.object(_mesh_resources, "num_devices_per_host", lambda _: 8))
         for name, value in program.limits:
-            of = next(m for m in (owners, buckets, packs) if name in vars(m))
-            enter(mock.patch.object(of, name, value))
-        self.meshes = {}
-        for of in program.held:
-            ranks = torch.tensor(of.ranks).view(of.sizes or -1)
-            # DTensor's caches confuse equal meshes of different worlds.
-            names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
-            if (of.ranks, of.sizes) not in self.meshes:
-                kind = self.device.split(":")[0]
-                made = DeviceMesh(kind, ranks, mesh_dim_names=names)
-                self.meshes[of.ranks, of.sizes] = made
+            for module in (owners, buckets, packs):
+                if name in vars(module):
+                    enter(mock.patch.object(module, name, value))
+                    break
+            else:
+                raise ValueError(f"the schedule has no limit {name}")
+        self.meshes: dict[Any, DeviceMesh] = {}
+        for matrices in program.placed:
+            self.make_mesh(matrices)
         if self.device != "cpu":
             enter(FakeTensorMode())
-        held = [of for of in program.held for _ in range(of.count)]
-        held = [of for of in held if self.number in of.ranks]
-        self.params = [torch.nn.Parameter(self.tensor(of)) for of in held]
-        self.grads = list(map(self.tensor, held))
+        self.params: list[torch.nn.Parameter] = []
+        self.grads: list[DTensor] = []
+        for matrices in program.placed:
+            if self.number not in matrices.ranks:
+                continue
+            for _ in range(matrices.count):
+                self.params.append(torch.nn.Parameter(self.tensor(matrices)))
+                self.grads.append(self.tensor(matrices))
         return self
 
-    def tensor(self, of: Held) -> DTensor:
-        kinds = {"R": Replicate(), "P": Partial()}
-        placements = [kinds.get(p) or Shard(p) for p in of.placements]
-        mesh = self.meshes[of.ranks, of.sizes]
+    def make_mesh(self, matrices: PlacedMatrices) -> None:
+        key = matrices.ranks, matrices.sizes
+        if key in self.meshes:
+            return
+        ranks = torch.tensor(matrices.ranks).view(matrices.sizes or -1)
+        # DTensor's caches confuse equal meshes of different worlds.
+        names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
+        device_type = torch.device(self.device).type
+        self.meshes[key] = DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+    def tensor(self, matrices: PlacedMatrices) -> DTensor:
+        """One of ``matrices``, of ones."""
+        words = {"R": Replicate(), "P": Partial()}
+        placements = []
+        for placement in matrices.placements:
+            if isinstance(placement, str):
+                placements.append(words[placement])
+            else:
+                placements.append(Shard(placement))
+        mesh = self.meshes[matrices.ranks, matrices.sizes]
         with unset_fake_temporarily():
-            shape, _ = compute_local_shape_and_global_offset(of.shape, mesh, placements)
-        device = "cpu" if of.offloaded else self.device
-        local = torch.ones(shape, dtype=of.dtype, device=device)
-        meta = TensorMeta(torch.Size(of.shape), (of.shape[1], 1), of.dtype)
+            local_shape, _ = compute_local_shape_and_global_offset(
+                matrices.shape, mesh, placements
+            )
+        device = "cpu" if matrices.offloaded else self.device
+        local = torch.ones(local_shape, dtype=matrices.dtype, device=device)
+        _, columns = matrices.shape
+        meta = TensorMeta(torch.Size(matrices.shape), (columns, 1), matrices.dtype)
         # As FSDP2 makes them: DTensor.from_local() moves an offloaded one.
         spec = DTensorSpec(mesh, tuple(placements), meta)
         return DTensor(local, spec, requires_grad=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -50,13 +49,18 @@ HOST = "host"
 
 
 def joined(*clocks: Clock) -> Clock:
-    queues = dict.fromkeys(itertools.chain(*clocks))
-    return {queue: max(c.get(queue, 0) for c in clocks) for queue in queues}
+    """The work that is done after all of these clocks."""
+    latest: Clock = {}
+    for clock in clocks:
+        for queue, place in clock.items():
+            latest[queue] = max(place, latest.get(queue, 0))
+    return latest
 
 
 class Call:
     def __init__(self, name: str, recorder: Recorder, given: Mapping) -> None:
-        self.name, self.comm = name, recorder.comm_of(given["group"])
+        self.name = name
+        self.comm = recorder.comm_of(given["group"])
         self.number = recorder.counts[self.comm]
         recorder.counts[self.comm] += 1
         self.source, self.is_finished = given.get("src"), False
@@ -75,16 +79,20 @@ class Call:
         self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
         if name == "all_to_all_single":
             even = [read.numel() // len(comm.ranks)] * len(comm.ranks)
-            sides = "input_split_sizes", "output_split_sizes"
-            self.splits = [given[side] or even for side in sides]
-            for peer, sent, got in zip(comm.ranks, *self.splits, strict=True):
-                both = (sent, got) if dist.get_rank() < peer else (got, sent)
+            sent = given["input_split_sizes"] or even
+            received = given["output_split_sizes"] or even
+            self.splits = [sent, received]
+            for peer, out, back in zip(comm.ranks, sent, received, strict=True):
+                # What the lower of the two ranks sends comes first.
+                both = (out, back) if dist.get_rank() < peer else (back, out)
                 self.said[peer] = name, str(read.dtype), *both
 
     @property
     def peers(self) -> set[int]:
         """The ranks that an all-to-all sends something to."""
-        sent = self.splits[0] if self.splits else ()
+        if not self.splits:
+            return set()
+        sent, _ = self.splits
         return {rank for rank, count in zip(self.comm.ranks, sent) if count}
 
     def __str__(self) -> str:
@@ -122,7 +130,9 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, stumbles: int = 0) -> None:
         super().__init__()
-        self._stumbles, self._stumbles_now, self.done, self.resizes = stumbles, 0, 0, []
+        self._stumbles, self._stumbles_now = stumbles, 0
+        # The operations since begin(), and the numbers of those that resized memory.
+        self.done, self.resizes = 0, []
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
         self.flying: list[Call] = []
@@ -200,15 +210,18 @@ class Recorder(TorchDispatchMode):
         clock = self.clocks[HOST] if queue is HOST else self.add(queue, *needs)
         found = [(self.bytes_of(tensor), False) for tensor in reads]
         found += [(self.bytes_of(tensor), True) for tensor in writes]
-        for (storage, start, end), writes_it in found:
-            for (other, *span, wrote), (place, name) in self._accesses[storage].items():
-                is_race = (writes_it or wrote) and clock.get(other, 0) < place
-                if is_race and max(start, span[0]) < min(end, span[1]):
+        for (storage, start, end), is_write in found:
+            for key, (place, name) in self._accesses[storage].items():
+                other, its_start, its_end, was_write = key
+                is_unordered = clock.get(other, 0) < place
+                overlaps = max(start, its_start) < min(end, its_end)
+                if (is_write or was_write) and is_unordered and overlaps:
                     self.problems.append(f"{work} touches the memory of {name}")
-        for (storage, start, end), writes_it in found:
-            if queue is not HOST:
-                key = queue, start, end, writes_it
-                self._accesses[storage][key] = clock[queue], work
+        if queue is HOST:
+            return
+        for (storage, start, end), is_write in found:
+            key = queue, start, end, is_write
+            self._accesses[storage][key] = clock[queue], work
 
     def allocated(self, storage: int, size: int) -> None:
         """The storage is new here, or was resized."""
@@ -242,17 +255,23 @@ class Recorder(TorchDispatchMode):
 
     def bytes_of(self, tensor: Tensor) -> tuple[int, int, int]:
         """The storage of a tensor, and the bytes in it between which it lies."""
-        offset, item = tensor.storage_offset(), tensor.element_size()
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        end = offset + last + 1 if tensor.numel() else offset
-        return self.number_of(tensor), offset * item, end * item
+        offset, itemsize = tensor.storage_offset(), tensor.element_size()
+        end = offset
+        if tensor.numel():
+            # One after the last element.
+            end += 1
+            for size, stride in zip(tensor.shape, tensor.stride()):
+                end += (size - 1) * stride
+        return self.number_of(tensor), offset * itemsize, end * itemsize
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
         self.moves = dist.get_backend() != "alone"
-        for name in (n for n in FROM_TO + IN_PLACE if hasattr(dist, n)):
-            found = self._recorded(name, getattr(dist, name))
-            self._patches.enter_context(mock.patch.object(dist, name, found))
+        for name in FROM_TO + IN_PLACE:
+            # Versions of torch have different ones.
+            if hasattr(dist, name):
+                stand_in = self._recorded(name, getattr(dist, name))
+                self._patches.enter_context(mock.patch.object(dist, name, stand_in))
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -285,7 +304,8 @@ class Recorder(TorchDispatchMode):
             given = bound.arguments
             call = Call(name, self, given)
             self.launched(call)
-            is_async, given["async_op"] = given["async_op"], True
+            is_async = given["async_op"]
+            given["async_op"] = True
             own = original(*bound.args, **bound.kwargs) if self.moves else None
             if name == "all_gather" and not call.is_fake and not self.moves:
                 # All ranks say the same when they build an engine.
@@ -293,7 +313,10 @@ class Recorder(TorchDispatchMode):
                     for target in call.target:
                         target.copy_(call.given)
             work = Work(self, call, own)
-            return work if is_async else work.wait() and None
+            if is_async:
+                return work
+            work.wait()
+            return None
 
         return recorded
 
@@ -315,14 +338,19 @@ class Recorder(TorchDispatchMode):
         is_view = func.is_view and "lift" not in name
         if is_view or func.namespace == "c10d" or name.startswith(BLIND):
             return self.run(func, args, kwargs, [], [])
-        used: tuple[list, list] = [], []
-        for at, argument in enumerate(func._schema.arguments):
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if position < len(args):
+                value = args[position]
+            else:
+                value = kwargs.get(argument.name)
             is_written = argument.alias_info and argument.alias_info.is_write
-            used[bool(is_written)].extend(tensors)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    (writes if is_written else reads).append(leaf)
         self.operate()
-        return self.run(func, args, kwargs, *used)
+        return self.run(func, args, kwargs, reads, writes)
 
     def run(self, func: Any, args: Any, kwargs: Any, reads: list, writes: list) -> Any:
         if reads or writes:
