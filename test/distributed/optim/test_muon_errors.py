@@ -46,8 +46,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
-from torch.testing._internal.distributed._muon.fuzz_player import OTHER
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.checkers.fuzz_plans import OTHER
 
 
 # The options that ranks compare, with valid values that are not the defaults.

@@ -17,10 +17,20 @@ from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
 from torch.optim.muon import CUBIC
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon import fuzz_player
+from torch.testing._internal.distributed._muon.checkers import fuzz_plans
+from torch.testing._internal.distributed._muon.checkers.fuzz_matrices import TIMEOUT
+from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
+    Mesh,
+    Plan,
+    WORLD,
+)
+from torch.testing._internal.distributed._muon.checkers.fuzz_player import Player
+from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
+    fuzz,
+    one_of,
+    st,
+)
 from torch.testing._internal.distributed._muon.common_muon import OnCPU
-from torch.testing._internal.distributed._muon.fuzz_player import Mesh, Plan, WORLD
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of, st
 
 
 # Few enough to be made once: whole meshes, and slices of meshes.
@@ -151,7 +161,7 @@ def dtensors(draw, batched, meshes):
     placed, dtype = draw(placements(mesh, len(shape))), draw(one_of(*DTYPES))
     flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
     flags["grad_dtype"] = draw(one_of(*GRAD_DTYPES))
-    return fuzz_player.Matrix(shape, mesh, placed, dtype, form=form, **flags)
+    return fuzz_plans.Matrix(shape, mesh, placed, dtype, form=form, **flags)
 
 
 @st.composite
@@ -169,7 +179,7 @@ def plain(draw, batched, config, later=False):
     expert = bool(config.dims_of("ep")) and not later and draw(st.booleans())
     flags |= {"tp_dim": tp_dim, "how": how, "expert": expert}
     flags["grad_dtype"] = draw(one_of(*GRAD_DTYPES))
-    return fuzz_player.Matrix(shape, dtype=dtype, form=form, **flags)
+    return fuzz_plans.Matrix(shape, dtype=dtype, form=form, **flags)
 
 
 @st.composite
@@ -177,7 +187,7 @@ def configs(draw):
     kinds = "fsdp", "tp", "ep", "ddp", "cp"
     kind = draw(one_of("dtensor", "dtensor", "dtensor", "auto", *kinds))
     if kind == "auto":
-        return fuzz_player.Config(kind)
+        return fuzz_plans.Config(kind)
     mesh, of_dims = None, ()
     if kind != "dtensor":
         mesh = draw(one_of(*WHOLE, *PARTS))
@@ -185,7 +195,7 @@ def configs(draw):
         of_dims = (kind, *others)[: len(mesh.sizes)]
         of_dims = of_dims[:: draw(one_of(1, -1))]
     tp_dim = draw(one_of(None, 0, 1, -1)) if "tp" in of_dims else None
-    return fuzz_player.Config(
+    return fuzz_plans.Config(
         "dtensor" if mesh is None else "groups",
         draw(st.booleans()),
         draw(st.integers(0, 3)),
@@ -262,7 +272,7 @@ def actions(draw, plan, batched):
         last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
         if kind not in ("step", "change_options", "reload", "freeze"):
             if last < 0 or {*CHANGES} & {*names[last + 1 :]}:
-                found.append(fuzz_player.STEP)
+                found.append(fuzz_plans.STEP)
         if kind == "step":
             found.append(draw(steps(present)))
         elif kind == "change_options":
@@ -283,7 +293,7 @@ def actions(draw, plan, batched):
             found.append((kind, draw(one_of("same", "new", "whole")), moved))
         elif kind == "mismatch":
             number, _ = choice
-            names = [*fuzz_player.OTHER]
+            names = [*fuzz_plans.OTHER]
             if has_own_steps(options_of(plan, found, present[number].group)):
                 names.remove("ns_steps")
             option = draw(one_of(*names))
@@ -406,12 +416,12 @@ def plans(draw):
 
 class TestMuonFuzz(OnCPU):
     world_size = WORLD
-    timeout = fuzz_player.TIMEOUT
+    timeout = TIMEOUT
 
     # Each rank draws the same plans.
     @fuzz(110, plans())
     def test_trains_as_one_process(self, plan):
-        problems = fuzz_player.Player(plan, self.rank).run()
+        problems = Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.
         if problems:
             self.fail("\n".join(problems))

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Strategy,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 
 
 HOWS = ("chunk", "balanced", "last")

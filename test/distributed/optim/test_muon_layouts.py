@@ -54,7 +54,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 
 
 P = Partial()
