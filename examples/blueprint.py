@@ -93,7 +93,7 @@ from torch.optim._muon_engine.layouts.layout import Key, Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 from torch.optim._newton_schulz import newton_schulz, NS_DTYPE
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode

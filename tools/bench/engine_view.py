@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
 from torch.optim._muon_reports import describe
 from torch.optim._muon_engine.layouts.layout import Region
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from .layouts import local_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from .engine_view import described
 from .scale.hardware import Hardware

@@ -295,8 +295,9 @@ class Muon(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # Checkpoints compare spellings, and write into dicts, which may be the user's.
-        group["split"] = Split.of(group["split"]).option
+        if group["split"] is not None:
+            # Checkpoints compare spellings, and write into dicts, which may be the user's.
+            group["split"] = Split.of(group["split"]).option
         try:
             if self._distributed_config is None:
                 problem = checks.find_problem(self, len(self.param_groups) - 1)

@@ -40,6 +40,11 @@ FEATURES = (
     "runtime.divided",
     "runtime.levels",
     "runtime.relays",
+    "schedule.assignments",
+    "schedule.division",
+    "schedule.levels",
+    "schedule.relays",
+    "schedule.runs",
 )
 
 

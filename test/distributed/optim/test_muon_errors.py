@@ -22,7 +22,7 @@ from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_reports import hints
 from torch.optim._muon_engine.building import Setting
 from torch.optim._muon_engine.runtime import transport
-from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
+from torch.optim._muon_engine.schedule import buckets, division
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -815,7 +815,7 @@ class TestMuonFusedGradients(common_muon.OnCPU):
     def test_divided_matrix(self):
         """So was each block of a divided matrix."""
         config = create_dtensor_config(owners_per_matrix=4)
-        with mock.patch.object(schedule_owners, "MIN_DIVIDED", 4):
+        with mock.patch.object(division, "MIN_DIVIDED", 4):
             spec = Spec((16, 8), mesh_of(4), (S0,))
             param = parameter(spec)
             optimizer = Muon([param], distributed_config=config)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon
 from torch.optim._muon_engine.process_groups import spanning_group
 from torch.optim._muon_engine.store import rendezvous
-from torch.optim._muon_engine.schedule import buckets, packs
+from torch.optim._muon_engine.schedule import buckets, relays
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
@@ -198,7 +198,7 @@ class TestMuonRelays(OnCPU):
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
         # Two replicas are many, and a relay carries a few shards at a time.
         few = mock.patch.object(buckets, "MAX_REPLICAS", 1)
-        with few, mock.patch.object(packs, "RELAY_BYTES", 200):
+        with few, mock.patch.object(relays, "RELAY_BYTES", 200):
             twins = Twins(layout)
         with Recorder() as seen:
             twins.step()

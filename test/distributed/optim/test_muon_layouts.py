@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts.fitting import fitting_momentum
 from torch.optim._muon_engine.runtime import divided
-from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
+from torch.optim._muon_engine.schedule import buckets, division
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -702,10 +702,10 @@ class TestMuonDivided(OnCPU):
     @contextlib.contextmanager
     def small(self, max_replicas=buckets.MAX_REPLICAS):
         with (
-            mock.patch.object(schedule_owners, "MIN_DIVIDED", 16),
-            mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),
+            mock.patch.object(division, "MIN_DIVIDED", 16),
+            mock.patch.object(division, "MIN_LOAD", 0.0),
             # "auto" finds it worth the collectives.
-            mock.patch.object(schedule_owners, "FLOPS", 1),
+            mock.patch.object(division, "FLOPS", 1),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
             mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
             # The rounding of few products shows in small matrices.

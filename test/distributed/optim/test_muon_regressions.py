@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Muon
 from torch.optim._muon_engine.process_groups import counters_of
-from torch.optim._muon_engine.schedule import owners
+from torch.optim._muon_engine.schedule import division
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
@@ -53,7 +53,7 @@ WARM = 10
 def divided_twins():
     """Twins of one matrix that four ranks orthogonalize together."""
     config = create_dtensor_config(owners_per_matrix=4)
-    with mock.patch.object(owners, "MIN_DIVIDED", 16):
+    with mock.patch.object(division, "MIN_DIVIDED", 16):
         return Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
 
 

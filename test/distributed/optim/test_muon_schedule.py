@@ -22,9 +22,10 @@ from torch.optim._muon_engine.schedule.order import (
     Phase,
     step_order,
 )
-from torch.optim._muon_engine.schedule import buckets, owners
+from torch.optim._muon_engine.schedule import buckets, division, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
-from torch.optim._muon_engine.schedule.owners import Class, divided, newton_schulz_flops
+from torch.optim._muon_engine.schedule.division import Class, divided
+from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import place, R, S0, specs
@@ -241,7 +242,7 @@ class TestMuonDivision(TestCase):
         draw, found = random.Random(3), Counter()
         for _ in range(300):
             members, numbers, group, per_node, near = self.drawn(draw)
-            best, seconds = owners.best_division(members, group, per_node)
+            best, seconds = division.best_division(members, group, per_node)
             where = members, len(group), near
             choices = itertools.product(*numbers.values())
             every = [dict(zip(members, choice)) for choice in choices]
@@ -275,7 +276,7 @@ class TestMuonDivision(TestCase):
             self.assertEqual(found[shapes[0], 32], 64)
         # A frozen matrix takes no time, and no rank.
         one, other = shards_of([shapes[0]] * 2, 2)
-        with mock.patch.object(owners, "FLOPS", 1):
+        with mock.patch.object(division, "FLOPS", 1):
             found = divided([one, replace(other, frozen=True)], "auto", 2)
             found = [layout.key.block[1] for layout in found]
         self.assertEqual(found, [2, 2, 1])
@@ -320,7 +321,7 @@ class TestMuonDivision(TestCase):
 
     def test_matrices_without_elements(self):
         """They were a division by zero."""
-        best = owners.best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
+        best = division.best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
         self.assertEqual(best[0], {Class((8, 0)): 1, Class((8, 8)): 1})
 
 

@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from torch.optim._muon_engine.schedule import owners
+from torch.optim._muon_engine.schedule import division
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Hardware:
     """
 
     peak_flops: float = 989e12
-    utilization: float = owners.FLOPS / 989e12
+    utilization: float = division.FLOPS / 989e12
     training_utilization: float = 0.4
-    intra_bandwidth: float = owners.NODE
-    inter_bandwidth: float = owners.NETWORK
-    intra_latency: float = owners.LATENCY
+    intra_bandwidth: float = division.NODE
+    inter_bandwidth: float = division.NETWORK
+    intra_latency: float = division.LATENCY
     inter_latency: float = 2.7e-6
     gpus_per_node: int = 8
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch.optim._muon_engine.schedule.owners import flops_of
-from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
+from torch.optim._muon_engine.schedule.schedule import Bucket, Schedule
 from torch.optim._newton_schulz import NS_DTYPE
 
 from .hardware import Hardware

@@ -9,12 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch.optim._muon_engine.layouts.layout import Layout
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import (
-    assign_owners,
-    divided,
-    newton_schulz_flops,
-)
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.division import divided
+from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from ..engine_view import described
 from ..table import render

@@ -23,8 +23,8 @@ from .process_groups import (
 )
 from .runtime.params import Param
 from .schedule import buckets
-from .schedule.owners import divided, owners_of
-from .schedule.packs import Schedule, slots_for
+from .schedule.packs import slots_for
+from .schedule.schedule import Schedule
 
 
 class Plan(NamedTuple):
@@ -123,6 +123,8 @@ def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
         return layouts
     of_layouts = [setting.params[layout.key.index] for layout in layouts]
     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
+    from .schedule.division import divided
+
     return divided(layouts, owners_per_matrix, ranks_per_node(), algorithms)
 
 
@@ -141,6 +143,8 @@ def _assigned(
         if is_from_factory(config, "assign"):
             return factory.choose_owners(tensors, layouts)
         entries |= {"rank": setting.rank, "world_size": setting.world_size}
+    from .schedule.assignments import owners_of
+
     with factory.lent(config.state, entries):
         assignments = config.assign_fn(tensors, config.state)
     described = [param.described for param in setting.params]

@@ -20,7 +20,7 @@ from .process_groups import larger_first, listed, Ranks
 from .runtime.packed import PackedStep
 from .runtime.params import Lineage, Param, StepInputs
 from .runtime.transport import CollectiveError
-from .schedule.packs import Schedule
+from .schedule.schedule import Schedule
 from .store import FailureNotes
 
 

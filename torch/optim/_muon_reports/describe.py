@@ -14,9 +14,13 @@ from .._muon_engine.layouts import fsdp1, fsdp2
 from .._muon_engine.layouts.layout import Ranks
 from .._muon_engine.process_groups import listed, ranks_per_node
 from .._muon_engine.runtime.bound import PREPARED_BYTES
-from .._muon_engine.schedule import owners, packs
+from .._muon_engine.schedule import packs
+from .._muon_engine.schedule.division import best_division, Class
+from .._muon_engine.schedule.levels import passed_on
+from .._muon_engine.schedule.owners import flops_of
+from .._muon_engine.schedule.relays import relay_sizes
 from .._muon_engine.schedule.order import RELAYS_IN_FLIGHT
-from .._muon_engine.schedule.packs import Schedule
+from .._muon_engine.schedule.schedule import Schedule
 
 
 # A group of more ranks shows only its busiest ranks and this one.
@@ -150,7 +154,7 @@ def _table(schedule: Schedule, ranks: Ranks, rank: int, ahead: int) -> list[str]
     owned: dict[int, list[int]] = {r: [] for r in ranks}
     for matrix in (matrix for bucket in buckets for matrix in bucket.matrices):
         owned[schedule.owners[matrix]].append(matrix)
-    flops = [owners.flops_of(layout) for layout in schedule.layouts]
+    flops = [flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(ranks) or 1
     busiest = sorted(ranks, key=lambda r: (-loads[r], r))
@@ -179,11 +183,11 @@ def _division(engine: Any, ranks: Ranks) -> list[str]:
     every = [l for l in engine.schedule.layouts if l.holders == ranks and not l.frozen]
     layouts = [layout for layout in every if not layout.key.block[0]]
     algorithms = (engine.params[l.key.index].formulas.ns_algorithm for l in layouts)
-    members = Counter(map(owners.Class.of, layouts, algorithms))
+    members = Counter(map(Class.of, layouts, algorithms))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        _, slow = owners.best_division(members, ranks, 1)
-        best, fast = owners.best_division(members, ranks, ranks_per_node())
+        _, slow = best_division(members, ranks, 1)
+        best, fast = best_division(members, ranks, ranks_per_node())
     verb = "has"
     counts = {layout.full_shape: layout.key.block[1] for layout in layouts}
     if max(counts.values()) == 1:
@@ -212,10 +216,10 @@ def bytes_of(
         received += sum(r.pack.nbytes for r in pack.relays) - relayed
         if bucket.node_size > 1:
             # Two levels copy what they send, and twice what they pass on.
-            for side, passed in zip(sides, schedule.passed_on(bucket, rank)):
+            for side, passed in zip(sides, passed_on(schedule, bucket, rank)):
                 through = sum(sum(row) for row in passed) * side.dtype.itemsize
                 copied = max(copied, side.nbytes + 2 * through)
-    passing, arriving = packs.relay_sizes((pack.relays for pack in of_buckets), rank)
+    passing, arriving = relay_sizes((pack.relays for pack in of_buckets), rank)
     slots = packs.slots_for(ahead)
     memory = sum(out + own for out, own in packs.slot_sizes(of_buckets, slots))
     memory += min(slots, len(buckets)) * copied

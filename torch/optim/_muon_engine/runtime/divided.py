@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ..._newton_schulz import NS_DTYPE, Products
 from ..._newton_schulz_variants import products_for
 from ..process_groups import group_ranks, OWN_ERRORS, Ranks
-from ..schedule.packs import Schedule
+from ..schedule.schedule import Schedule
 from .matrices import LocalMatrix
 from .transport import collective_error
 

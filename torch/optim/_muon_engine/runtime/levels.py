@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..process_groups import Ranks
-from ..schedule.packs import Schedule
+from ..schedule.levels import passed_on
+from ..schedule.schedule import Schedule
 from .transport import all_to_all, LocalBucket, Transfer
 
 
@@ -48,7 +49,7 @@ def attach_levels(
     stream = torch.Stream(device) if in_levels and device.type != "cpu" else None
     for local in in_levels:
         node, rail = (groups[ranks] for ranks in local.bucket.node_and_rail(rank))
-        gathered, scattered = schedule.passed_on(local.bucket, rank)
+        gathered, scattered = passed_on(schedule, local.bucket, rank)
         local.gather = _in_two_levels(
             local.gather, Levels(node, rail, gathered, stream)
         )

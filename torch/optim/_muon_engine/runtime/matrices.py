@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
-from ..schedule.packs import Schedule
+from ..schedule.schedule import Schedule
 from .params import Param, StepInputs
 
 

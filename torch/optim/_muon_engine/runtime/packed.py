@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 from ..agreement import Agreement
 from ..process_groups import Ranks
 from ..schedule.order import local_order, LocalWork, Phase, step_order
-from ..schedule.packs import Schedule, slots_for
+from ..schedule.packs import slots_for
+from ..schedule.schedule import Schedule
 from .bound import Binder
 from .compute import MuonCompute
 from .executor import connect, drain, Executor, Progress

@@ -71,6 +71,8 @@ class ParamInputs:
         # Why the momentum or the gradient cannot be used.
         self.problem = ""
         buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = state["momentum_buffer"] = self._new_momentum()
         parts = usual_parts(param.tensor, buffer, gradient, param.grad_dtype)
         if parts is not None:
             self.local, self.momentum, self.gradient = parts
@@ -78,29 +80,36 @@ class ParamInputs:
             self._take_others(buffer, state)
 
     def _take_others(self, buffer: Any, state: Any) -> None:
-        """Takes a parameter whose momentum is missing, or whose momentum or gradient does not fit it."""
-        param, gradient = self.param, self.user_gradient
-        tensor = param.tensor
-        dtype = param.grad_dtype
-        if dtype is None and gradient is not None:
-            # Gradients may have any dtype, which the momentum takes.
-            dtype = gradient.dtype
-        if buffer is None:
-            buffer = state["momentum_buffer"] = _new_momentum(tensor, dtype)
-        elif not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
+        """Takes a parameter whose momentum or gradient does not fit it, or whose tensors are of other types."""
+        tensor, gradient = self.param.tensor, self.user_gradient
+        dtype = self._momentum_dtype
+        if not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
             try:
                 buffer = fitting.fitting_momentum(tensor, buffer, dtype)
                 state["momentum_buffer"] = buffer
             except (TypeError, ValueError) as error:
                 # The other ranks wait for this one, so they must hear of it first.
                 self.problem = str(error)
-                buffer = _new_momentum(tensor, dtype)
+                buffer = self._new_momentum()
         self.local = local_part(tensor)
         self.momentum = local_part(buffer)
         # None until ``place_gradient``.
         self.gradient: Tensor | None = None
         if gradient is not None and not self.problem:
             self.problem = fitting.problem_with(tensor, gradient)
+
+    @property
+    def _momentum_dtype(self) -> torch.dtype | None:
+        """The dtype that the momentum must have; None for any."""
+        if self.param.grad_dtype is None and self.user_gradient is not None:
+            # Gradients may have any dtype, which the momentum takes.
+            return self.user_gradient.dtype
+        return self.param.grad_dtype
+
+    def _new_momentum(self) -> Tensor:
+        tensor = self.param.tensor
+        dtype = self._momentum_dtype or tensor.dtype
+        return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
 
     def place_gradient(self, flatten: bool) -> None:
         """Brings the gradient to the placement of the parameter, if need be by a collective of DTensor's, and to the
@@ -112,11 +121,6 @@ class ParamInputs:
             )
         if flatten and self.gradient is not None:
             self.gradient = self.gradient.contiguous()
-
-
-def _new_momentum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    zeros = torch.zeros_like(local_part(tensor), dtype=dtype or tensor.dtype)
-    return like_param(tensor, zeros)
 
 
 class StepInputs:

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ..layouts.layout import Region
 from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
-from ..schedule.packs import Bucket, LocalPacks, Pack, Schedule, slot_sizes
+from ..schedule.packs import LocalPacks, Pack, slot_sizes
+from ..schedule.schedule import Bucket, Schedule
 from .matrices import LocalMatrix
 from .memory import Memory
 

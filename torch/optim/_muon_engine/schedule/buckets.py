@@ -10,7 +10,7 @@ from typing import Any
 from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Layout, Ranks, Shards
 from .owners import flops_of
-from .packs import Bucket, Schedule
+from .schedule import Bucket, Schedule
 
 
 # Enough buckets to hide transfers behind orthogonalization.

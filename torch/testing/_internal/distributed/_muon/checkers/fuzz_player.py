@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.schedule import buckets, packs
+from torch.optim._muon_engine.schedule import buckets, relays
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.fuzz_matrices import (
     control_group,
@@ -53,7 +53,7 @@ class Player:
         relay_bytes = limits.pop("RELAY_BYTES", 2**20)
         node = str(limits.pop("node", 4))
         with (
-            mock.patch.object(packs, "RELAY_BYTES", relay_bytes),
+            mock.patch.object(relays, "RELAY_BYTES", relay_bytes),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=node),
             mock.patch.multiple(buckets, **limits),
             warnings.catch_warnings(record=True) as self.warned,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine.schedule import buckets, owners, packs
+from torch.optim._muon_engine.schedule import buckets, division, relays
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
@@ -97,7 +97,7 @@ class Rank(contextlib.ExitStack):
         enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
         enter(mock.patch.object(_mesh_resources, "num_devices_per_host", lambda _: 8))
         for name, value in program.limits:
-            for module in (owners, buckets, packs):
+            for module in (buckets, division, relays):
                 if name in vars(module):
                     enter(mock.patch.object(module, name, value))
                     break
