@@ -125,8 +125,8 @@ def _llama4_experts(_experts: Any, shape: Shape) -> Split:
 
 def _transformers_experts(experts: Any, shape: Shape) -> Split:
     """Most experts of transformers say by two flags how their weights are stored."""
-    dim = int(experts.is_transposed)
-    lines = shape[-1] if experts.is_transposed else shape[-2]
+    dim = 1 if experts.is_transposed else 0
+    lines = shape[dim - 2]
     if experts.is_concatenated:
         return _equal_blocks(2, lines, dim)
     return _alternating_lines(lines, dim)
