@@ -1,6 +1,5 @@
-"""What the names, shapes and classes of a model's layers say about its parameters.
+"""Rules about models: which parameters are for Muon, and how fused weights are split.
 
-This package chooses the parameters that Muon gets and the ``split`` of each fused weight. All rules about well-known
-models are in it. The optimizer and its engine import nothing of it: :mod:`torch.optim.muon` imports it when a user calls
-``partition_named_parameters`` or ``split_of``.
+The rules read the names, the shapes and the classes of a model's layers. Only ``partition_named_parameters`` and
+``split_of`` of :mod:`torch.optim.muon` import this package. The optimizer and its engine do not.
 """

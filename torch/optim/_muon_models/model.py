@@ -1,24 +1,20 @@
-"""Why a parameter of a model is not for Muon."""
+"""Why a parameter of a model is not for Muon: by modules, by shapes, and by names where these do not suffice."""
 
-import re
-from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from .._muon_engine.layouts.layout import matrix_shape
-from .names import (
-    HEAD,
-    HEAD_OUTSIDE,
-    is_router,
-    PARAMETRIZED,
-    POSITIONS,
-    QUERIES,
-    TABLE,
-    unwrapped,
+from . import names
+from .output_heads import OutputHeads
+from .parameters import (
+    Embedding,
+    model_parameters,
+    ModelParameter,
+    named_modules,
+    Shape,
 )
-from .parameter import CONVOLUTIONS, EMBEDDINGS, ModelParameter
+from .routers import Routers
 from .sizes import LayerSizes
 
 
@@ -26,102 +22,114 @@ _GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
 
 
 class Model:
-    """Classifies the parameters of a model: by modules, by shapes, and by names where these do not suffice."""
+    """Classifies the parameters of a model."""
 
     def __init__(
-        self, module: nn.Module, shapes: Mapping[str, Any], takes_stacks: bool
+        self, module: nn.Module, shapes: Mapping[str, Shape], takes_stacks: bool
     ) -> None:
-        self.takes_stacks = takes_stacks
-        # A wrapped module comes after its wrapper, and replaces it.
-        named = [(unwrapped(f"{n}.")[:-1], m) for n, m in module.named_modules()]
-        self.modules = dict(named)
-        self.adapted = {n for n, m in named if "base_layer" in m._modules}
-        self.params = {n: self._param(n, tuple(shape)) for n, shape in shapes.items()}
-        every = self.params.values()
-        layers = [p for p in every if not isinstance(p.module, EMBEDDINGS)]
+        """``shapes`` has the logical shapes by name. ``takes_stacks``: whether Muon gets stacks of experts."""
+        self._takes_stacks = takes_stacks
+        modules = named_modules(module)
+        self._parameters = model_parameters(modules, shapes)
+        layers = []
+        for parameter in self._parameters.values():
+            if not parameter.is_embedding:
+                layers.append(parameter)
         # The rank of an adapter says nothing.
-        own = [p for p in layers if p.unit != p.layer or ".base_layer." in p.name]
-        matrices = [p for p in own if len(p.shape) == 2]
-        self.last = {p.unit for p in matrices[-1:]}
-        # Experts are a list of modules, or stacks. Their router has a row for each of them.
-        experts: defaultdict[int, set[str]] = defaultdict(set)
-        for name, submodule in named:
-            if isinstance(submodule, nn.ModuleList):
-                experts[len(submodule)].add(name.rpartition(".")[0])
-        for p in layers:
-            if len(p.shape) == 3 and not isinstance(p.module, CONVOLUTIONS):
-                experts[p.shape[0]] |= p.places
-        wide = [p for p in matrices if p.shape[0] < p.shape[1]]
-        self.routers = {p.unit for p in wide if experts[p.shape[0]] & p.places}
-        # One with rows for shared experts, too, has another number of them.
-        self.routers |= {p.unit for p in wide if "Router" in type(p.module).__name__}
-        # With expert parallelism, a stack may have a part of the experts.
-        routers = [p for p in matrices if p.unit in self.routers or is_router(p.unit)]
-        self.n_experts = {p.shape[0] for p in routers}
-        embeddings = [m for _, m in named if isinstance(m, EMBEDDINGS)]
-        self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
-        self.sizes = LayerSizes(own, embeddings)
-        self.heads = {p.unit: self.sizes.why_head(p) for p in matrices}
-        self.few = {p.name for p in matrices if p.has_few_rows}
+        own_layers = [layer for layer in layers if not layer.is_adapter]
+        embeddings = [inner for _, inner in modules if isinstance(inner, Embedding)]
+        self._embedding_ids: set[int] = set()
+        for embedding in embeddings:
+            for tied_parameter in embedding.parameters(recurse=False):
+                self._embedding_ids.add(id(tied_parameter))
+        sizes = LayerSizes(own_layers, embeddings)
+        self._few_rows = {
+            matrix.name for matrix in sizes.matrices if matrix.has_few_rows
+        }
+        self._routers = Routers(modules, layers, sizes.matrices)
+        self._output_heads = OutputHeads(sizes)
 
-    def _param(self, name: str, shape: tuple[int, ...]) -> ModelParameter:
-        unit = unwrapped(name)
-        layer = re.sub(PARAMETRIZED, "", unit).rpartition(".")[0]
-        ends = [dot.start() for dot in re.finditer(r"\.|$", layer)]
-        adapted = [layer[:end] for end in ends if layer[:end] in self.adapted]
-        if adapted:
-            unit = layer = adapted[0]
-        return ModelParameter(name, shape, self.modules.get(layer), layer, unit)
+    def is_tied_to_embedding(self, parameter: nn.Parameter) -> bool:
+        """Whether an embedding has this parameter, whatever its name."""
+        return id(parameter) in self._embedding_ids
 
-    def is_kernel(self, name: str) -> bool:
+    def has_few_rows(self, tensor_name: str) -> bool:
+        """Whether a matrix, which is no adapter's, may be a head that its size does not give away."""
+        return tensor_name in self._few_rows
+
+    def is_kernel(self, tensor_name: str) -> bool:
         """Whether a parameter is the weight of a convolution."""
-        param = self.params[name]
-        return isinstance(param.module, CONVOLUTIONS) and len(param.shape) > 2
+        parameter = self._parameters[tensor_name]
+        return parameter.is_convolution and len(parameter.shape) > 2
 
-    def why_not(self, name: str, flatten: bool) -> str:
-        """Why a parameter is not for Muon; "" if it is."""
-        _, shape, module, layer, unit = self.params[name]
-        leaf = name.split(".")[-1]
-        # A module that is not a linear layer may be a table that calls itself a weight.
-        if leaf == "weight" and not hasattr(module, "in_features"):
-            leaf = "norm" if "Norm" in type(module).__name__ else layer.split(".")[-1]
-        is_stack = self.takes_stacks and len(shape) == 3
-        is_stack &= not isinstance(module, CONVOLUTIONS)
-        is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in self.n_experts)
-        if len(shape) != 2 and not flatten and not is_stack:
-            return f"{len(shape)}D"
-        if isinstance(module, EMBEDDINGS):
-            return "embedding"
-        if re.search(TABLE, leaf) or self._is_in_table(name):
-            return "table, bias or scale"
-        if 1 in matrix_shape(shape, flatten):
-            return "one row or column"
-        if isinstance(module, _GATED) and leaf.startswith(("weight_ih", "weight_hh")):
-            return f"gates of {type(module).__name__}"
-        if is_router(unit):
+    def why_not(self, tensor_name: str, flatten: bool) -> str:
+        """Why a parameter is not for Muon; "" if it is. ``flatten``: whether it is to be made one matrix."""
+        parameter = self._parameters[tensor_name]
+        return (
+            self._why_no_matrix(parameter, flatten)
+            or _why_table(parameter)
+            or _why_vector(parameter, flatten)
+            or _why_gates(parameter)
+            or self._why_router_or_head(parameter)
+        )
+
+    def _why_no_matrix(self, parameter: ModelParameter, flatten: bool) -> str:
+        if parameter.is_matrix or flatten:
+            return ""
+        if self._takes_stacks and self._routers.is_stack_of_experts(parameter):
+            return ""
+        return f"{len(parameter.shape)}D"
+
+    def _why_router_or_head(self, parameter: ModelParameter) -> str:
+        if names.is_router(parameter.unit):
             return "router"
-        parts = layer.split(".")
-        block = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
-        heads = [part for part in parts if re.fullmatch(HEAD, part)]
-        heads += [
-            part
-            for place, part in enumerate(parts[:block])
-            if re.fullmatch(HEAD_OUTSIDE, part)
-            and not self.sizes.embeds(".".join(parts[: place + 1]))
-        ]
-        # BERT, RWKV and others have hidden layers of these names in their blocks.
-        if parts[-1] == "output" or (parts[-1] == "fc" and unit in self.last):
-            heads += parts[-1:] if block == len(parts) else []
-        if heads:
-            return "output head" + f": in {heads[0]}" * (heads[0] != parts[-1])
-        return "router" if unit in self.routers else self.heads.get(unit, "")
+        reason = self._output_heads.by_name(parameter)
+        if reason:
+            return reason
+        if self._routers.has(parameter):
+            return "router"
+        return self._output_heads.by_size(parameter)
 
-    def _is_in_table(self, name: str) -> bool:
-        """Whether a bare parameter is a table by the name of its module, or learned queries by its own."""
-        _, _, module, layer, _ = self.params[name]
-        leaf = name.split(".")[-1]
-        if re.fullmatch(QUERIES, leaf):
-            return True
-        if leaf == "weight" or hasattr(module, "in_features"):
-            return False
-        return re.search(POSITIONS, layer.split(".")[-1]) is not None
+
+def _why_table(parameter: ModelParameter) -> str:
+    if parameter.is_embedding:
+        return "embedding"
+    if names.is_table(_telling_name(parameter)) or _is_in_table(parameter):
+        return "table, bias or scale"
+    return ""
+
+
+def _why_vector(parameter: ModelParameter, flatten: bool) -> str:
+    if 1 in matrix_shape(parameter.shape, flatten):
+        return "one row or column"
+    return ""
+
+
+def _why_gates(parameter: ModelParameter) -> str:
+    is_fused = parameter.own_name.startswith(("weight_ih", "weight_hh"))
+    if is_fused and isinstance(parameter.module, _GATED):
+        return f"gates of {type(parameter.module).__name__}"
+    return ""
+
+
+def _telling_name(parameter: ModelParameter) -> str:
+    """The name that says whether a parameter is a table: its own one, or that of its module."""
+    if parameter.own_name != "weight" or _is_linear(parameter.module):
+        return parameter.own_name
+    # A module that is not a linear layer may be a table that calls itself a weight.
+    if "Norm" in type(parameter.module).__name__:
+        return "norm"
+    return parameter.layer_own_name
+
+
+def _is_in_table(parameter: ModelParameter) -> bool:
+    """Whether a bare parameter is a table by the name of its module, or learned queries by its own."""
+    if names.is_queries(parameter.own_name):
+        return True
+    if parameter.own_name == "weight" or _is_linear(parameter.module):
+        return False
+    return names.is_table_of_positions(parameter.layer_own_name)
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    return hasattr(module, "in_features")

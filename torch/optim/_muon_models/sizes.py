@@ -1,84 +1,84 @@
-"""Which layers take and give how many features, and the output heads that follow."""
+"""How many features the layers of a model take and give, and which layers are in a block."""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from .names import is_fused, NUMBER
-from .parameter import CONVOLUTIONS, FEW, ModelParameter
+from .names import without_numbers
+from .parameters import Embedding, ModelParameter
 
 
-# An element of a list that is in no other list.
-_LISTED = r"[^*]*\*(\.weight)?"
+# The name, without its numbers, of an element of a list that is in no other list. Blocks are such a list, too.
+_ELEMENT_OF_ONE_LIST = re.compile(r"[^*]*\*(\.weight)?")
 
 
 class LayerSizes:
-    """Which layers take and give how many features, and which matrices are single in their model."""
+    """The features that layers take and give, and the place of each layer."""
 
     def __init__(
-        self, layers: Sequence[ModelParameter], embeddings: Sequence[Any]
+        self, layers: Sequence[ModelParameter], embeddings: Sequence[Embedding]
     ) -> None:
-        """``layers`` are in the order of the model."""
-        self.matrices = [p for p in layers if len(p.shape) == 2]
-        self.places = {p.unit: place for place, p in enumerate(layers)}
-        self.vocabularies = {m.num_embeddings for m in embeddings}
-        self._starred = {p.unit: NUMBER.sub("*", p.unit) for p in layers}
-        self._blocks = Counter((self._starred[p.unit], p.shape) for p in layers)
-        self.takers: defaultdict[int, list[ModelParameter]] = defaultdict(list)
-        # How many features the model has inside. A layer with few rows is a bottleneck or a head.
-        self.hidden = {m.embedding_dim for m in embeddings}
-        for layer in layers:
-            for size in layer.taken:
-                self.takers[size].append(layer)
+        """``layers`` are in the order of the model, without embeddings and adapters."""
+        self.vocabularies: set[int] = set()
+        # The features inside the model. A layer with few rows does not count: it is a bottleneck or a head.
+        self.hidden_features: set[int] = set()
+        for embedding in embeddings:
+            self.vocabularies.add(embedding.num_embeddings)
+            self.hidden_features.add(embedding.embedding_dim)
+        self.matrices: list[ModelParameter] = []
+        self._consumers: defaultdict[int, list[ModelParameter]] = defaultdict(list)
+        self._position: dict[str, int] = {}
+        self._similar_layers = Counter(map(_in_any_block, layers))
+        convolution_count = 0
+        for position, layer in enumerate(layers):
+            self._position[layer.unit] = position
+            for features in layer.input_features:
+                self._consumers[features].append(layer)
             if not layer.has_few_rows:
-                self.hidden.update(layer.given)
-        convolutions = [p for p in layers if isinstance(p.module, CONVOLUTIONS)]
-        self.is_convolutional = len(convolutions) > len(self.matrices)
+                self.hidden_features.update(layer.output_features)
+            if layer.is_matrix:
+                self.matrices.append(layer)
+            if layer.is_convolution:
+                convolution_count += 1
+        self.is_convolutional = convolution_count > len(self.matrices)
 
-    def is_listed(self, p: ModelParameter) -> bool:
-        """Whether a layer is an element of a list that is in no block."""
-        return re.fullmatch(_LISTED, self._starred[p.unit]) is not None
+    def consumers(self, features: int) -> list[ModelParameter]:
+        """The layers that take this number of features."""
+        return self._consumers[features]
 
-    def is_single(self, p: ModelParameter) -> bool:
+    def is_single(self, layer: ModelParameter) -> bool:
         """Whether no other block has such a layer."""
-        return self._blocks[self._starred[p.unit], p.shape] == 1
+        return self._similar_layers[_in_any_block(layer)] == 1
 
-    def is_outside(self, p: ModelParameter) -> bool:
+    def is_in_one_list(self, layer: ModelParameter) -> bool:
+        """Whether a layer is an element of a list that is in no block."""
+        name_without_numbers = without_numbers(layer.unit)
+        return _ELEMENT_OF_ONE_LIST.fullmatch(name_without_numbers) is not None
+
+    def is_outside_of_blocks(self, layer: ModelParameter) -> bool:
         """Whether a layer is single, and in no block."""
-        return self.is_single(p) and (
-            "*" not in self._starred[p.unit] or self.is_listed(p)
-        )
+        if not self.is_single(layer):
+            return False
+        is_in_a_list = "*" in without_numbers(layer.unit)
+        return not is_in_a_list or self.is_in_one_list(layer)
 
-    def why_head(self, p: ModelParameter) -> str:
-        """Why a matrix is an output head, by its size; "" if it is not."""
-        rows, takers = p.shape[0], self.takers[p.shape[0]]
-        # A list of heads, each for another token, is no list of blocks.
-        if rows in self.vocabularies and not takers:
-            if self.is_single(p) or self.is_listed(p):
-                return "output head: as many rows as an embedding"
-        # An MLP of the last head may be in a list, whose other elements are the same module.
-        is_last = p is self.matrices[-1] and self.is_single(p)
-        if not (is_last or self.is_outside(p)):
-            return ""
-        if p.has_few_rows:
-            # A model that gives what it gets, as in diffusion, has a first layer with as many columns.
-            firsts = [t for t in takers if self._is_first(t, p)]
-            return "output head: few rows" if len(firsts) == len(takers) else ""
-        is_narrow = rows < p.shape[1] and not is_fused(p.name)
-        if self.is_convolutional and is_narrow and not takers:
-            return "output head: no convolution takes its rows"
-        return ""
+    def is_first_layer(self, consumer: ModelParameter, head: ModelParameter) -> bool:
+        """Whether ``consumer`` takes what the model gets, and not what ``head`` gives, which comes later."""
+        is_earlier = self._position[consumer.unit] < self._position[head.unit]
+        if not is_earlier or not self.is_outside_of_blocks(consumer):
+            return False
+        return head.shape[0] not in self.hidden_features
 
-    def _is_first(self, taker: ModelParameter, p: ModelParameter) -> bool:
-        """Whether ``taker`` takes what the model gets, and not what ``p`` gives: ``p`` comes later."""
-        is_earlier = self.places[taker.unit] < self.places[p.unit]
-        return is_earlier and self.is_outside(taker) and p.shape[0] not in self.hidden
+    def has_embedder(self, module_name: str) -> bool:
+        """Whether a layer inside a module takes a few features that no hidden layer gives, as positions are."""
+        for matrix in self.matrices:
+            is_inside = matrix.layer.startswith(f"{module_name}.")
+            if is_inside and matrix.has_few_columns:
+                if matrix.shape[1] not in self.hidden_features:
+                    return True
+        return False
 
-    def embeds(self, prefix: str) -> bool:
-        """Whether a layer of the module ``prefix`` takes a few features that no hidden layer gives, as positions are."""
-        inside = [p for p in self.matrices if p.layer.startswith(f"{prefix}.")]
-        return any(
-            p.shape[0] >= FEW * p.shape[1] and p.shape[1] not in self.hidden
-            for p in inside
-        )
+
+def _in_any_block(layer: ModelParameter) -> tuple[str, tuple[int, ...]]:
+    """Equal for the same layer of different blocks."""
+    return without_numbers(layer.unit), layer.shape
