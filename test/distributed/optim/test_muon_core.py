@@ -40,6 +40,7 @@ FEATURES = (
     "runtime.divided",
     "runtime.levels",
     "runtime.relays",
+    "runtime.sums",
     "schedule.assignments",
     "schedule.division",
     "schedule.levels",

@@ -13,7 +13,7 @@ from .._newton_schulz_variants import newton_schulz_bytes
 from .._muon_engine.layouts import fsdp1, fsdp2
 from .._muon_engine.layouts.layout import Ranks
 from .._muon_engine.process_groups import listed, ranks_per_node
-from .._muon_engine.runtime.bound import PREPARED_BYTES
+from .._muon_engine.runtime.binder import PREPARED_BYTES
 from .._muon_engine.schedule import packs
 from .._muon_engine.schedule.division import best_division, Class
 from .._muon_engine.schedule.levels import passed_on

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .bound import Batch, Binder, BoundBucket, Chunk, Copies, Entry, Pair
+from .binder import Binder
+from .bound import Batch, BoundBucket, Chunk
 from .executor import Progress
 from .matrices import LocalMatrix
 from .params import StepInputs
@@ -68,7 +69,7 @@ class MuonCompute:
             if not present:
                 return
             if len(present) < len(matrices):
-                batch = _part_of(batch, present)
+                batch = batch.part(present)
                 matrices = [batch.matrices[at] for at in present]
         self.progress.now = "assemble", matrices
         logs = log.isEnabledFor(logging.DEBUG)
@@ -78,9 +79,12 @@ class MuonCompute:
             self._blend(chunk, inputs)
         if batch.received.targets:
             torch._foreach_copy_(batch.received.targets, batch.received.sources)
-        for at in batch.sums:
-            if at in present:
-                self._add_contributions(bucket, batch, at, inputs)
+        for place in batch.sums:
+            if place in present:
+                from .sums import add_contributions
+
+                matrix, whole = batch.matrices[place], batch.whole[place]
+                add_contributions(matrix, whole, bucket, self.rank, inputs)
         self.progress.now = "orthogonalize", matrices
         self._orthogonalize(batch, present, inputs)
         if batch.results.targets:
@@ -162,27 +166,6 @@ class MuonCompute:
             formulas.orthogonalize(whole, out=whole)
         copy_all([(filler, gap) for gap, filler in moved])
 
-    def _add_contributions(
-        self, bucket: LocalBucket, batch: Batch, place: int, inputs: StepInputs
-    ) -> None:
-        """Adds the contributions to a sum in the order of their ranks, whoever owns the matrix."""
-        matrix, out = batch.matrices[place], batch.whole[place]
-        layout, shards = matrix.layout, matrix.layout.shards
-        total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
-        contributions = [
-            (shards.contribution_of(rank), region, view)
-            for rank, region, view in bucket.gather_recv.of(matrix.index)
-        ]
-        momentum = inputs.params[matrix.param_index].momentum
-        for region in matrix.sent:
-            blended = torch.empty_like(region.of_local(momentum))
-            entry = Entry(matrix, region, blended)
-            self._blend(Chunk(matrix.group, layout.shape, [entry], [blended]), inputs)
-            contributions.append((shards.contribution_of(self.rank), region, blended))
-        for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):
-            region.of_matrix(total).add_(tensor.to(total.device))
-        out.copy_(total)
-
     def _apply(self, chunks: Sequence[Chunk], inputs: StepInputs) -> None:
         """Decays regions of parameters, and updates those that have an update."""
         for chunk in chunks:
@@ -217,30 +200,3 @@ class MuonCompute:
                 continue
             if received.of(matrix.index) or not matrix.shard:
                 self._log("apply", [matrix])
-
-
-def _part_of(batch: Batch, present: Sequence[int]) -> Batch:
-    """``batch``, with the work on the matrices at some of its places."""
-    indices = {batch.matrices[place].index for place in present}
-
-    def chunks(bound: Sequence[Chunk]) -> list[Chunk]:
-        found = []
-        for chunk in bound:
-            entries = [
-                entry for entry in chunk.entries if entry.matrix.index in indices
-            ]
-            if entries:
-                tensors = [entry.tensor for entry in entries]
-                found.append(chunk._replace(entries=entries, tensors=tensors))
-        return found
-
-    def copies(bound: Copies) -> Copies:
-        pairs = [Pair(*pair) for pair in zip(*bound) if pair[0].index in indices]
-        return Copies.of(pairs)
-
-    return batch._replace(
-        own=chunks(batch.own),
-        received=copies(batch.received),
-        results=copies(batch.results),
-        applied=chunks(batch.applied),
-    )

@@ -11,7 +11,7 @@ from ..process_groups import Ranks
 from ..schedule.order import local_order, LocalWork, Phase, step_order
 from ..schedule.packs import slots_for
 from ..schedule.schedule import Schedule
-from .bound import Binder
+from .binder import Binder
 from .compute import MuonCompute
 from .executor import connect, drain, Executor, Progress
 from .matrices import matrices_of
