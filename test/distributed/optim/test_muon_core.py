@@ -36,6 +36,8 @@ FEATURES = (
     "layouts.fsdp1",
     "layouts.fsdp2",
     "layouts.groups",
+    "layouts.joins",
+    "layouts.pieces",
     "layouts.round_trip",
     "runtime.divided",
     "runtime.levels",

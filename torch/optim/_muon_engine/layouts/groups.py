@@ -15,7 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..process_groups import group_ranks, larger_first
 from . import dtensor, fsdp1
 from .layout import Key, Layout, matrix_shape, not_2d, Region
-from .exchange import KindGroups, KINDS, LocalPieces
+from .pieces import KindGroups, KINDS, LocalPieces
+from .exchange import complete
 from .reader import cut_into_parts, flat_indices, info_of, ParamInfo
 
 
@@ -132,11 +133,12 @@ class GroupsReader:
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
-        for ranks in larger_first(self.sharing) if local.group_of else ():
+        pieces = local.pieces
+        for ranks in larger_first(self.sharing) if pieces.group_of else ():
             groups = [g for g in self.sharing[ranks] if {*group_ranks(g)} <= {*ranks}]
-            local.mesh_groups += [group for group in groups if group.size() > 1]
-        layouts = local.complete(error)
-        self.sharing = self._sharing_of(params, layouts, local)
+            pieces.mesh_groups += [group for group in groups if group.size() > 1]
+        layouts = complete(pieces, error)
+        self.sharing = self._sharing_of(params, layouts, pieces)
         for layout in layouts:
             index = layout.key.index
             self.by_param.setdefault(index, ([], params[index]))[0].append(layout)
@@ -145,9 +147,9 @@ class GroupsReader:
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: LocalPieces
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], pieces: LocalPieces
     ) -> dtensor.Sharing:
-        of_meshes, groups = self.sharing, local.group_of.items()
+        of_meshes, groups = self.sharing, pieces.group_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.shared else dict(of_meshes)
         tensors = (params[layout.key.index] for layout in layouts)
@@ -177,14 +179,14 @@ class GroupsReader:
             )
         local = _LocalReader(self)
         local.add(index, tensor)
-        return local.complete()
+        return complete(local.pieces)
 
 
-class _LocalReader(LocalPieces):
-    """Collects what this rank knows about the matrices of one ``reader``."""
+class _LocalReader:
+    """Collects the ``pieces`` that this rank has of the matrices of one ``reader``."""
 
     def __init__(self, reader: GroupsReader) -> None:
-        super().__init__(reader.shared, reader.given["ep"])
+        self.pieces = LocalPieces(reader.shared, reader.given["ep"])
         self.reader, self.shared = reader, reader.shared
 
     @cached_property
@@ -198,10 +200,10 @@ class _LocalReader(LocalPieces):
             # A flat parameter has the tensors of its whole unit.
             if not getattr(param, "_is_flat_param", False):
                 continue
-            self.cuts_of(groups, {})
+            self.pieces.cuts_of(groups, {})
             for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
                 if spec.mesh.ndim == 1:
-                    self.cuts_of({"tp": spec.mesh.get_group()}, {})
+                    self.pieces.cuts_of({"tp": spec.mesh.get_group()}, {})
 
     def add(self, index: int, param: Tensor) -> None:
         """Adds the matrices in a parameter. Raises ValueError or IndexError if Muon cannot take it."""
@@ -210,7 +212,7 @@ class _LocalReader(LocalPieces):
             raise ValueError(reader.problem)
         reader.check_tp_dim(param, index)
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
-        self.expert_of[index] = key.expert
+        self.pieces.expert_of[index] = key.expert
         described, (_, flatten) = key.describe(param.shape), info.form
         view = fsdp1.view_of(param, described, self.views, reader.given["fsdp"])
         if view is not None:
@@ -234,9 +236,9 @@ class _LocalReader(LocalPieces):
         if groups:
             ranks = dtensor.mesh_ranks(tensor.device_mesh)
             groups = {k: g for k, g in groups.items() if _only_me(g, ranks)}
-        cuts = self.cuts_of(groups, {})
+        cuts = self.pieces.cuts_of(groups, {})
         layouts = self.reader.dtensors.of(key, tensor, flatten)
-        self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
+        self.pieces.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         if layouts:
             self._compare_with_groups(layouts[0], tensor)
 
@@ -260,12 +262,12 @@ class _LocalReader(LocalPieces):
             if not on_mesh or not agrees:
                 actual = placed.get(ranks, f"on {mesh}")
                 text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
-                self.warnings[f"{text}. {verdict}"].append(layout.describe())
+                self.pieces.warnings[f"{text}. {verdict}"].append(layout.describe())
         replicas = group_ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.holders})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
             text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
-            self.warnings[f"{text}. {verdict}"].append(layout.describe())
+            self.pieces.warnings[f"{text}. {verdict}"].append(layout.describe())
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
@@ -288,12 +290,15 @@ class _LocalReader(LocalPieces):
             if tp_dim is not None and tp_dim < stacked:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
-        cuts, shape = self.cuts_of(groups, dims), matrix_shape(param.shape, flatten)
+        cuts, shape = (
+            self.pieces.cuts_of(groups, dims),
+            matrix_shape(param.shape, flatten),
+        )
         first = Region(0, 0, *shape, 0, shape[1])
         for sub in range(math.prod(param.shape[:stacked])):
             region = first._replace(offset=sub * first.numel)
             regions = (region,) if region.numel else ()
-            self.add_piece(key._replace(sub=sub), param, shape, regions, cuts)
+            self.pieces.add_piece(key._replace(sub=sub), param, shape, regions, cuts)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
@@ -328,10 +333,10 @@ class _LocalReader(LocalPieces):
             given, ranks = group_ranks(self.shared[kind]), group_ranks(groups[kind])
             if given != ranks:
                 text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
-                self.warnings[text].append(described)
+                self.pieces.warnings[text].append(described)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        cuts = self.cuts_of({**self.shared, **groups}, {"tp": tp_dim})
-        self.add_piece(key, param, shape, regions, cuts)
+        cuts = self.pieces.cuts_of({**self.shared, **groups}, {"tp": tp_dim})
+        self.pieces.add_piece(key, param, shape, regions, cuts)
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
@@ -345,7 +350,7 @@ class _LocalReader(LocalPieces):
         dim = getattr(placement, "dim", None)
         if config_dim is not None and config_dim % 2 != dim:
             text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
-            self.warnings[text].append(described)
+            self.pieces.warnings[text].append(described)
         return spec.mesh.get_group(), dim
 
 
