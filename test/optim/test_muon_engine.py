@@ -25,7 +25,8 @@ if dist.is_available():
         device_of,
         DTensorLayouts,
     )
-    from torch.optim._muon_engine.layouts.groups import _LocalReader, GroupsReader
+    from torch.optim._muon_engine.layouts.groups import GroupsReader
+    from torch.optim._muon_engine.layouts.pieces import LocalPieces
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -127,9 +128,9 @@ class TestDTensorLayouts(TestCase):
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)
         dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
-        reader = _LocalReader(GroupsReader({}))
+        collector = GroupsReader({})._collector(LocalPieces({}, None), None)
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
-            reader._tp_of_spec(Key(0), "weight", dtensor._spec)
+            collector.tp_of_spec(0, "weight", dtensor._spec)
 
     def test_meshes_of_different_device_types(self):
         self.as_rank(0, 2)

@@ -259,7 +259,7 @@ def detect_tp_dims_from_model(
     Returns:
         dict[int, int]: parameter index -> dimension, without parameters that are not cut.
     """
-    from torch.optim._muon_engine.layouts.groups import detected_tp_dims
+    from torch.optim._muon_engine.layouts.tp_dims import detected_tp_dims
 
     dims: dict[int, int] = {}
     guessed: list[int] = []

@@ -31,6 +31,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 FEATURES = (
     "functional",
     "functions",
+    "layouts.collector",
     "layouts.divide",
     "layouts.exchange",
     "layouts.fsdp1",
@@ -39,6 +40,7 @@ FEATURES = (
     "layouts.joins",
     "layouts.pieces",
     "layouts.round_trip",
+    "layouts.tp_dims",
     "runtime.divided",
     "runtime.levels",
     "runtime.relays",

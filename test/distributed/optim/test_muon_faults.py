@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine import agreement, process_groups, store
-from torch.optim._muon_engine.layouts.groups import _LocalReader
+from torch.optim._muon_engine.layouts.collector import PieceCollector
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import LocalBucket
@@ -69,7 +69,7 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.
 BUILDING = {
-    "reading": Phase(_LocalReader, "add", UNREACHED),
+    "reading": Phase(PieceCollector, "add", UNREACHED),
     "agreement": Phase(agreement, "gather_values", UNREACHED),
     "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }

@@ -42,7 +42,7 @@ class Reader(Protocol):
     # Index in the config -> the expert's id.
     experts: Mapping[int, int]
     # By kind, the process groups of the config that have several ranks.
-    shared: Mapping[str, ProcessGroup]
+    shared: dict[str, ProcessGroup]
     dtensors: dtensor.DTensorLayouts
     # Index -> the layouts in a parameter, and a tensor with its type and local shape.
     by_param: dict[int, tuple[list[Layout], Tensor]]
@@ -69,7 +69,7 @@ class DTensorReader:
     def __init__(self) -> None:
         self.sharing: dtensor.Sharing = {}
         self.experts: Mapping[int, int] = {}
-        self.shared: Mapping[str, ProcessGroup] = {}
+        self.shared: dict[str, ProcessGroup] = {}
         self.dtensors = dtensor.DTensorLayouts()
         self.by_param: dict[int, tuple[list[Layout], Tensor]] = {}
         self._infos: Sequence[ParamInfo] = ()
