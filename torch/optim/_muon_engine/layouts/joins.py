@@ -1,9 +1,8 @@
 """How the pieces of a matrix on several ranks become one layout: pure functions of what the ranks have told."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import NamedTuple
 
 from ..agreement import common
@@ -96,8 +95,12 @@ def _by_name(
     """The layouts by their names. Equal ones are one object, so that a message has each once."""
     named: dict[Name, Layout] = {}
     equal: dict[tuple, Layout] = {}
-    counts: defaultdict[int | None, count] = defaultdict(count)
-    numbers = {index: next(counts[expert]) for index, expert in expert_of.items()}
+    counts: Counter[int | None] = Counter()
+    # Parameter -> its number among those of the same expert, or of none.
+    numbers: dict[int, int] = {}
+    for index, expert in expert_of.items():
+        numbers[index] = counts[expert]
+        counts[expert] += 1
     for layout in layouts:
         index, sub, _, expert, _ = layout.key
         name: Name = expert, numbers[index], sub

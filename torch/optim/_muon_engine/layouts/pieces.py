@@ -21,13 +21,17 @@ _HASH_MASK = 2**31 - 1
 
 def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     """How the process groups cut or replicate a matrix, for error messages."""
-    words = [
-        cut.kind
-        + (f" along dimension {cut.dim}" if cut.kind == "tp" else "")
-        + (f" over ranks {listed(cut.ranks, 16)}" if with_ranks else "")
-        for cut in cuts
-    ]
-    return f"process groups: {', '.join(words)}" if words else "no process groups"
+    if not cuts:
+        return "no process groups"
+    texts: list[str] = []
+    for cut in cuts:
+        text = cut.kind
+        if cut.kind == "tp":
+            text += f" along dimension {cut.dim}"
+        if with_ranks:
+            text += f" over ranks {listed(cut.ranks, 16)}"
+        texts.append(text)
+    return f"process groups: {', '.join(texts)}"
 
 
 def hashed(values: tuple) -> int:
@@ -56,23 +60,32 @@ class LocalPieces:
 
     def cuts_of(self, groups: KindGroups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
-        shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
-        cuts = tuple(Cut(k, group_ranks(g), dims.get(k)) for k, g in shared.items())
-        self.group_of |= {(cut.kind, cut.ranks): shared[cut.kind] for cut in cuts}
-        return cuts
+        cuts: list[Cut] = []
+        for kind in KINDS:
+            group = groups.get(kind)
+            if group is not None and group.size() > 1:
+                cut = Cut(kind, group_ranks(group), dims.get(kind))
+                self.group_of[kind, cut.ranks] = group
+                cuts.append(cut)
+        return tuple(cuts)
 
     def add_piece(
         self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
     ) -> None:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
-        shards = Shards((process_rank(),), (regions,))
-        words, frozen = in_words(cuts), is_frozen(param)
-        dtype = gradient_dtype(param) or param.dtype
-        layout = Layout(key, shape, dtype, shards, words, frozen, cuts)
+        layout = Layout(
+            key,
+            shape,
+            gradient_dtype(param) or param.dtype,
+            Shards((process_rank(),), (regions,)),
+            placement=in_words(cuts),
+            frozen=is_frozen(param),
+            cuts=cuts,
+        )
         self.layouts.append(layout)
         has_values = not param.is_meta and not is_dry_run()
         # Replicas along TP may be shards that the user forgot.
-        if has_values and any(c.is_sharded or c.kind == "tp" for c in cuts):
+        if has_values and any(cut.is_sharded or cut.kind == "tp" for cut in cuts):
             local = local_part(param)
             total = 0.0
             for region in regions:

@@ -117,11 +117,19 @@ class Batch(NamedTuple):
         """This batch with the work on the matrices at some of its places. ``matrices`` and ``whole`` stay."""
         indices = {self.matrices[place].index for place in places}
         return self._replace(
-            own=[part for chunk in self.own for part in chunk.part(indices)],
+            own=_parts(self.own, indices),
             received=self.received.part(indices),
             results=self.results.part(indices),
-            applied=[part for chunk in self.applied for part in chunk.part(indices)],
+            applied=_parts(self.applied, indices),
         )
+
+
+def _parts(chunks: Sequence[Chunk], matrix_indices: Collection[int]) -> list[Chunk]:
+    """The work of ``chunks`` on some matrices."""
+    parts: list[Chunk] = []
+    for chunk in chunks:
+        parts += chunk.part(matrix_indices)
+    return parts
 
 
 class BoundBucket(NamedTuple):
