@@ -176,7 +176,7 @@ def _options_of_split(split: Split, shape: Shape) -> _Options:
     """A split that fits the matrices of a stack is for these. One that fits the flattened parameter is for this."""
     if len(shape) < 2:
         return _Options()
-    if len(shape) > 2 and split.problem_with(shape[-2:]):
+    if split.problem_with(shape[-2:]):
         flattened_shape = matrix_shape(shape, flatten=True)
         if not split.problem_with(flattened_shape):
             return _Options(split, flatten=True)
