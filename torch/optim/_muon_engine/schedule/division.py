@@ -222,6 +222,9 @@ def _busiest(
         free, places = teams.amax(1).sort(stable=True)
         # More teams than matrices are not needed.
         free = free[:matrices]
+        # A team gets none if it is free when the first team could have taken all. A tiny matrix beside a large one
+        # would have billions of rounds.
+        free = free[free <= free[0] + seconds * matrices]
         # The first team to be free takes at most this many matrices before the others have as much work.
         rounds = math.ceil(matrices / len(free))
         rounds += int((free[-1] - free[0]) / seconds)
