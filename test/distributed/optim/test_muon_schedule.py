@@ -324,6 +324,14 @@ class TestMuonDivision(TestCase):
         best = division.best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
         self.assertEqual(best[0], {Class((8, 0)): 1, Class((8, 8)): 1})
 
+    def test_tiny_matrices_beside_a_large_one(self):
+        """The large one takes as long as a million billion of them, whose ends took as much memory."""
+        large, tiny = Class((65536, 65536)), Class((1, 1))
+        best, seconds = division.best_division({large: 1, tiny: 2}, range(2), 1)
+        self.assertEqual(best, {large: 1, tiny: 1})
+        flops = newton_schulz_flops(large.shape)
+        self.assertEqual(seconds, flops / division.FLOPS, atol=0, rtol=1e-6)
+
 
 class TestMuonSchedule(TestCase):
     def test_no_rank_has_thousands_of_peers(self):

@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 
+from ..._newton_schulz import DEFAULT_NS_STEPS, NS_DTYPE
 from ..layouts.divide import divide
 from ..layouts.layout import Layout, Ranks, Shape
 from .owners import newton_schulz_flops
@@ -27,6 +28,8 @@ LATENCY = 0.47e-6
 WAIT = 0.02
 # A larger number of owners, which rounds differently, must save this part of the time.
 MIN_SAVED = 0.02
+# The numbers of owners that "auto" considers for matrices without replicas.
+NUMBERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Class(NamedTuple):
@@ -43,6 +46,17 @@ class Class(NamedTuple):
         return cls(layout.full_shape, algorithm, count)
 
 
+class Choice(NamedTuple):
+    """A number of owners of each matrix of a class, and the seconds for which a matrix keeps them busy."""
+
+    seconds: float
+    owners: int
+
+
+# One choice for each class.
+Division = tuple[Choice, ...]
+
+
 def divided(
     layouts: Sequence[Layout],
     owners: int | str,
@@ -54,23 +68,41 @@ def divided(
     """
     if owners == 1:
         return list(layouts)
-    by_ranks: dict[Ranks, dict[int, Class]] = {}
-    for i, kind in enumerate(map(Class.of, layouts, algorithms)):
-        if not layouts[i].frozen:
-            by_ranks.setdefault(layouts[i].holders, {})[i] = kind
-    numbers = [1] * len(layouts)
-    for ranks, classes in by_ranks.items():
-        members = Counter(classes.values())
+    # Ranks -> the class of each of their matrices, by its index in ``layouts``.
+    classes_of: dict[Ranks, dict[int, Class]] = {}
+    for matrix, (layout, algorithm) in enumerate(zip(layouts, algorithms)):
+        if not layout.frozen:
+            of_group = classes_of.setdefault(layout.holders, {})
+            of_group[matrix] = Class.of(layout, algorithm)
+
+    owners_of_matrix = [1] * len(layouts)
+    for ranks, of_group in classes_of.items():
+        members = Counter(of_group.values())
         if owners == "auto":
-            counts, _ = best_division(members, ranks, ranks_per_node)
+            owners_of_class, _ = best_division(members, ranks, ranks_per_node)
         else:
-            work = {kind: newton_schulz_flops(kind.shape) for kind in members}
-            mean = sum(n * work[kind] for kind, n in members.items()) / len(ranks)
-            heavy = (kind for kind in members if work[kind] > MIN_LOAD * mean)
-            counts = {c: int(owners) for c in heavy if min(c.shape) >= MIN_DIVIDED}
-        for i, kind in classes.items():
-            numbers[i] = counts.get(kind, 1)
-    return list(chain.from_iterable(map(divide, layouts, numbers)))
+            owners_of_class = dict.fromkeys(_heavy(members, len(ranks)), int(owners))
+        for matrix, kind in of_group.items():
+            owners_of_matrix[matrix] = owners_of_class.get(kind, 1)
+
+    blocks: list[Layout] = []
+    for layout, count in zip(layouts, owners_of_matrix, strict=True):
+        blocks += divide(layout, count)
+    return blocks
+
+
+def _heavy(members: Mapping[Class, int], ranks: int) -> list[Class]:
+    """The classes that ``ranks`` divide if a user says how often."""
+    flops = {kind: newton_schulz_flops(kind.shape) for kind in members}
+    total = 0
+    for kind, count in members.items():
+        total += count * flops[kind]
+    mean = total / ranks
+    heavy: list[Class] = []
+    for kind in members:
+        if flops[kind] > MIN_LOAD * mean and min(kind.shape) >= MIN_DIVIDED:
+            heavy.append(kind)
+    return heavy
 
 
 def best_division(
@@ -80,71 +112,127 @@ def best_division(
     smallest numbers that keep each matrix within a limit. The busiest rank decides, and the transfers of one
     matrix, which overlap with nothing. Also returns the seconds that Newton-Schulz takes then.
     """
-    size = len(ranks)
-    # Owners are ranks of one node, of which there may be few, or whole nodes.
-    near = min(Counter(rank // ranks_per_node for rank in ranks).values())
-    possible = {*range(1, near + 1)}
-    if near > 1:
-        possible |= {*range(near, size + 1, near)}
-    # (seconds, number of owners) of each class, by the number.
-    choices: list[list[tuple[float, int]]] = []
-    for kind in members:
-        numbers = {1}
-        if min(kind.shape) >= MIN_DIVIDED:
-            numbers |= {2, 4, 8, 16, 32, 64}
-            if kind.shards > 1:
-                # With other numbers, the replicas of some shards have more to relay than others.
-                even = {n for n in numbers if not (n % near or kind.shards % n)}
-                numbers = {1, kind.shards} | even
-        numbers = sorted(numbers & possible)
-        choices.append([(_seconds(kind, count, near), count) for count in numbers])
-    divisions = set()
-    for limit, most in chain.from_iterable(choices):
-        few = tuple([c for c in row if c[1] <= most][-1] for row in choices)
-        fast = tuple(
-            next((c for c in row if c[0] <= limit), min(row)) for row in choices
-        )
-        divisions |= {few, fast}
+    ranks_on_node = Counter(rank // ranks_per_node for rank in ranks)
+    near = min(ranks_on_node.values())
+    choices = [_choices(kind, near, len(ranks)) for kind in members]
     best: dict[Class, int] = {}
-    seconds = shortest = math.inf
-    for taken in sorted(divisions, key=lambda d: (sum(n for _, n in d), d)):
-        busy = _busiest(dict(zip(members, taken)), members, size)
-        counts = dict(zip(members, (count for _, count in taken)))
-        largest = max(math.prod(kind.shape) / n for kind, n in counts.items())
-        # Both ways, in bfloat16. Owners wait for the slowest of them.
-        total = busy + 2 * 2 * largest / (NODE if size == near else NETWORK)
-        total *= 1 + WAIT * (max(counts.values()) - 1)
+    seconds = math.inf
+    shortest = math.inf
+    for division in sorted(_divisions(choices), key=_fewest_owners_first):
+        choice_of = dict(zip(members, division))
+        busy = _busiest(choice_of, members, len(ranks))
+        total = _with_transfers(busy, choice_of, is_one_node=near == len(ranks))
         if total < (1 - MIN_SAVED) * shortest:
-            best, seconds, shortest = counts, busy, total
+            best = {kind: choice.owners for kind, choice in choice_of.items()}
+            seconds = busy
+            shortest = total
     return best, seconds
+
+
+def _choices(kind: Class, near: int, ranks: int) -> list[Choice]:
+    """The choices for a class, in the order of the numbers of owners. Owners are ranks of one node, of which there may
+    be few (``near``), or whole nodes.
+    """
+    numbers = {1}
+    if min(kind.shape) >= MIN_DIVIDED:
+        numbers.update(NUMBERS)
+        if kind.shards > 1:
+            # With other numbers, the replicas of some shards have more to relay than others.
+            numbers = {1, kind.shards}
+            for number in NUMBERS:
+                if number % near == 0 and kind.shards % number == 0:
+                    numbers.add(number)
+    choices: list[Choice] = []
+    for number in sorted(numbers):
+        are_neighbours = number <= near
+        are_whole_nodes = near > 1 and number <= ranks and number % near == 0
+        if are_neighbours or are_whole_nodes:
+            choices.append(Choice(_seconds(kind, number, near), number))
+    return choices
+
+
+def _divisions(choices: Sequence[Sequence[Choice]]) -> set[Division]:
+    """The divisions to compare: for each choice of any class, all classes with as many owners, and all classes with
+    the fewest owners that take as few seconds.
+    """
+    divisions: set[Division] = set()
+    for of_class in choices:
+        for limit in of_class:
+            alike: list[Choice] = []
+            within: list[Choice] = []
+            for possible in choices:
+                few = [choice for choice in possible if choice.owners <= limit.owners]
+                alike.append(few[-1])
+                fast = [
+                    choice for choice in possible if choice.seconds <= limit.seconds
+                ]
+                within.append(fast[0] if fast else min(possible))
+            divisions |= {tuple(alike), tuple(within)}
+    return divisions
+
+
+def _fewest_owners_first(division: Division) -> tuple[int, Division]:
+    """A key to sort by."""
+    return sum(choice.owners for choice in division), division
+
+
+def _with_transfers(
+    busy: float, choice_of: Mapping[Class, Choice], is_one_node: bool
+) -> float:
+    """The seconds of Newton-Schulz, of the transfers of the largest block, and of the waits of its owners."""
+    largest = 0.0
+    most_owners = 0
+    for kind, choice in choice_of.items():
+        largest = max(largest, math.prod(kind.shape) / choice.owners)
+        most_owners = max(most_owners, choice.owners)
+    both_ways = 2 * NS_DTYPE.itemsize * largest
+    bandwidth = NODE if is_one_node else NETWORK
+    # Owners wait for the slowest of them.
+    slowdown = 1 + WAIT * (most_owners - 1)
+    return (busy + both_ways / bandwidth) * slowdown
 
 
 def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
     """Seconds of one matrix with ``count`` owners, and of their collectives."""
-    # Each of five steps all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
-    moved = (count - 1) / count * min(kind.shape) ** 2 * (2 * 4 + 2)
+    # Each step all-reduces a float32 Gram matrix, which is two passes, and all-gathers a bfloat16 polynomial of it.
+    bytes_per_element = 2 * torch.float32.itemsize + NS_DTYPE.itemsize
+    passes = 3
+    elements = min(kind.shape) ** 2
+    moved = (count - 1) / count * elements * bytes_per_element
     # Rings over whole nodes use all of their network adapters.
     is_near = count <= ranks_per_node
     bandwidth = NODE if is_near else min(NODE, NETWORK * ranks_per_node)
-    together = 5 * (moved / bandwidth + 3 * (count - 1) * LATENCY)
-    work = newton_schulz_flops(kind.shape, algorithm=kind.algorithm)
-    return work / count / FLOPS + together
+    hops = passes * (count - 1)
+    collectives = DEFAULT_NS_STEPS * (moved / bandwidth + hops * LATENCY)
+    flops = newton_schulz_flops(kind.shape, algorithm=kind.algorithm)
+    return flops / count / FLOPS + collectives
 
 
 def _busiest(
-    taken: Mapping[Class, tuple[float, int]], members: Mapping[Class, int], ranks: int
+    choice_of: Mapping[Class, Choice], members: Mapping[Class, int], ranks: int
 ) -> float:
     """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
     busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
-    for kind, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+    slowest_first = sorted(choice_of.items(), key=lambda item: -item[1].seconds)
+    for kind, (seconds, owners) in slowest_first:
         if not seconds:
             continue  # Matrices without elements.
-        teams = busy[: ranks // count * count].view(-1, count)
+        matrices = members[kind]
+        teams = busy[: ranks // owners * owners].view(-1, owners)
         free, places = teams.amax(1).sort(stable=True)
-        free = free[: members[kind]]
-        rounds = -(-members[kind] // len(free)) + int((free[-1] - free[0]) / seconds)
-        ends = free[:, None] + seconds * torch.arange(1, rounds + 1, device="cpu")
-        first = ends.flatten().sort(stable=True).indices[: members[kind]]
-        turns = (first // rounds).bincount()
-        teams[places[: len(turns)]] = (free[: len(turns)] + seconds * turns)[:, None]
+        # More teams than matrices are not needed.
+        free = free[:matrices]
+        # A team gets none if it is free when the first team could have taken all. A tiny matrix beside a large one
+        # would have billions of rounds.
+        free = free[free <= free[0] + seconds * matrices]
+        # The first team to be free takes at most this many matrices before the others have as much work.
+        rounds = math.ceil(matrices / len(free))
+        rounds += int((free[-1] - free[0]) / seconds)
+        numbers = torch.arange(1, rounds + 1, device="cpu")
+        # The ends of the matrices that each team could take: the earliest of all come true.
+        ends = free[:, None] + seconds * numbers
+        earliest = ends.flatten().sort(stable=True).indices[:matrices]
+        taken = (earliest // rounds).bincount()
+        until = free[: len(taken)] + seconds * taken
+        teams[places[: len(taken)]] = until[:, None]
     return float(busy.max())
