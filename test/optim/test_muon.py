@@ -151,9 +151,10 @@ class TestStockParity(MuonTestCase):
         if not stock_supports(mode):
             self.skipTest(f"stock {torch.__version__} does not know {mode}")
         for dtype in (torch.float32, torch.bfloat16):
-            given = {"dtype": dtype, **options}
-            with stock_that_spares_its_input():
-                self.assert_same_training(FEW_SHAPES, stock().Muon, **given)
+            with self.subTest(dtype=dtype):
+                given = {"dtype": dtype, **options}
+                with stock_that_spares_its_input():
+                    self.assert_same_training(FEW_SHAPES, stock().Muon, **given)
 
     def test_learning_rate_on_the_device(self):
         """Nothing reads its value, and the bits are those of a number."""
@@ -182,29 +183,33 @@ class TestStockParity(MuonTestCase):
 
     def test_checkpoints_go_both_ways(self):
         for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
-            params, buffers, optimizer = self.run_steps(first, SHAPES[:3], lr=0.07)
-            fresh = [nn.Parameter(p.detach().clone()) for p in params]
-            restored = second(fresh)
-            restored.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-            self.assert_same_bits(self.buffers_of(restored, fresh), buffers)
-            self.assertEqual(restored.param_groups[0]["lr"], 0.07)
-            for each in (optimizer, restored):
-                for param in each.param_groups[0]["params"]:
-                    param.grad = torch.ones_like(param)
-                each.step()
-            self.assert_same_bits(fresh, params)
+            with self.subTest(first=first, second=second):
+                params, buffers, optimizer = self.run_steps(first, SHAPES[:3], lr=0.07)
+                fresh = [nn.Parameter(p.detach().clone()) for p in params]
+                restored = second(fresh)
+                restored.load_state_dict(
+                    pickle.loads(pickle.dumps(optimizer.state_dict()))
+                )
+                self.assert_same_bits(self.buffers_of(restored, fresh), buffers)
+                self.assertEqual(restored.param_groups[0]["lr"], 0.07)
+                for each in (optimizer, restored):
+                    for param in each.param_groups[0]["params"]:
+                        param.grad = torch.ones_like(param)
+                    each.step()
+                self.assert_same_bits(fresh, params)
 
     def test_signatures_begin_alike(self):
         options = {"distributed_config", "allow_batched_matrices", "options"}
         options |= NEW_FLAGS
         for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
-            mine, other = (
-                [(p.name, p.default, p.kind) for p in signature.parameters.values()]
-                for module in (ours, stock())
-                for signature in [inspect.signature(getattr(module, name))]
-            )
-            self.assertEqual(mine[: len(other)], other)
-            self.assertLessEqual({name for name, *_ in mine[len(other) :]}, options)
+            with self.subTest(name=name):
+                mine, other = (
+                    [(p.name, p.default, p.kind) for p in signature.parameters.values()]
+                    for module in (ours, stock())
+                    for signature in [inspect.signature(getattr(module, name))]
+                )
+                self.assertEqual(mine[: len(other)], other)
+                self.assertLessEqual({name for name, *_ in mine[len(other) :]}, options)
 
     @parametrize("name", ["muon", "_single_tensor_muon"])
     def test_functional(self, name):
@@ -229,16 +234,24 @@ class TestMuonOnGPU(MuonTestCase):
     def test_as_stock_and_as_on_the_cpu(self):
         if stock() is not None:
             for dtype in (torch.float32, torch.bfloat16):
-                self.assert_same_training(SHAPES, stock().Muon, dtype=dtype, lr=0.05)
+                with self.subTest(dtype=dtype):
+                    self.assert_same_training(
+                        SHAPES, stock().Muon, dtype=dtype, lr=0.05
+                    )
         with mock.patch.object(self, "device", "cpu"):
             starts, _, _ = self.run_steps(Muon, SHAPES, steps=0)
             others, their_buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05)
         for foreach in (None, False, True):
-            params, buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05, foreach=foreach)
-            for mine, other in zip(buffers, their_buffers):
-                torch.testing.assert_close(mine.cpu(), other)
-            for mine, other, start in zip(params, others, starts):
-                self.assertTrue(common_config.near(mine.cpu(), other, other - start))
+            with self.subTest(foreach=foreach):
+                params, buffers, _ = self.run_steps(
+                    Muon, SHAPES, lr=0.05, foreach=foreach
+                )
+                for mine, other in zip(buffers, their_buffers):
+                    torch.testing.assert_close(mine.cpu(), other)
+                for mine, other, start in zip(params, others, starts):
+                    self.assertTrue(
+                        common_config.near(mine.cpu(), other, other - start)
+                    )
 
 
 class TestCompile(MuonTestCase):
@@ -311,10 +324,13 @@ class TestMuonCore(MuonTestCase):
             self.assert_same_bits([momentum, param.grad], [expected, grad])
         # Without an iteration, the result is no view of the input.
         for dtype, shape in itertools.product(DTYPES, [(5, 9), (9, 5)]):
-            matrix = make_matrix(shape, dtype)
-            before = matrix.clone()
-            ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7).fill_(7.0)
-            self.assertEqual(matrix, before, rtol=0, atol=0)
+            with self.subTest(dtype=dtype, shape=shape):
+                matrix = make_matrix(shape, dtype)
+                before = matrix.clone()
+                ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7).fill_(
+                    7.0
+                )
+                self.assertEqual(matrix, before, rtol=0, atol=0)
 
     def test_optimizers_pickled_before_there_was_a_config(self):
         _, _, optimizer = self.run_steps(Muon, [(2, 3)])
@@ -327,8 +343,9 @@ class TestMuonCore(MuonTestCase):
         restored = Muon.__new__(Muon)
         restored.__setstate__(old)
         for group in (restored.defaults, *restored.param_groups):
-            self.assertIsNone(group["foreach"])
-            self.assertEqual(group["ns_algorithm"], "quintic")
+            with self.subTest(group=group):
+                self.assertIsNone(group["foreach"])
+                self.assertEqual(group["ns_algorithm"], "quintic")
         param = restored.param_groups[0]["params"][0]
         before = param.detach().clone()
         param.grad = torch.ones(2, 3)
@@ -395,36 +412,43 @@ class TestMuonRefusals(TestCase):
             ({"ns_algorithm": "g"}, "ns_algorithm .*'quintic', 'gram'.*'g'"),
             ({"params": []}, "empty parameter list"),
         ):
-            with self.assertRaisesRegex(ValueError, words):
-                Muon(**{"params": [torch.randn(2, 3)], **options})
+            with self.subTest(options=options):
+                with self.assertRaisesRegex(ValueError, words):
+                    Muon(**{"params": [torch.randn(2, 3)], **options})
 
     def test_parameters_that_are_no_matrices(self):
         for shape, config in itertools.product(((), (3,), (2, 3, 4)), CONFIGS):
-            with self.assertRaisesRegex(ValueError, "only supports 2D parameters"):
-                params = [torch.randn(2, 2), torch.randn(shape)]
-                Muon(params, distributed_config=config)
+            with self.subTest(shape=shape):
+                with self.assertRaisesRegex(ValueError, "only supports 2D parameters"):
+                    params = [torch.randn(2, 2), torch.randn(shape)]
+                    Muon(params, distributed_config=config)
 
     def test_gradients_that_a_step_cannot_take(self):
         for config in CONFIGS:
-            for dtype, sparse, words in (
-                (torch.complex64, False, "complex parameters"),
-                (torch.float32, True, "sparse"),
-            ):
-                param = torch.rand(2, 3, dtype=dtype)
-                grad = torch.rand_like(param)
-                param.grad = grad.to_sparse() if sparse else grad
-                muon = Muon([param], distributed_config=config)
-                with self.assertRaisesRegex(RuntimeError, words):
-                    muon.step()
-                param.grad = None
-                if sparse:
-                    muon.step()
+            with self.subTest(config=config):
+                for dtype, sparse, words in (
+                    (torch.complex64, False, "complex parameters"),
+                    (torch.float32, True, "sparse"),
+                ):
+                    with self.subTest(dtype=dtype, sparse=sparse):
+                        param = torch.rand(2, 3, dtype=dtype)
+                        grad = torch.rand_like(param)
+                        param.grad = grad.to_sparse() if sparse else grad
+                        muon = Muon([param], distributed_config=config)
+                        with self.assertRaisesRegex(RuntimeError, words):
+                            muon.step()
+                        param.grad = None
+                        if sparse:
+                            muon.step()
         lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
         for options in ({}, {"foreach": True}, {"distributed_config": CONFIGS[1]}):
-            with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):
-                ours.muon(*lists, **FUNCTIONAL, **options)
-            with self.assertRaisesRegex(ValueError, "Complex .* not supported"):
-                ours.muon([], [], [], **{**FUNCTIONAL, **options, "has_complex": True})
+            with self.subTest(options=options):
+                with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):
+                    ours.muon(*lists, **FUNCTIONAL, **options)
+                with self.assertRaisesRegex(ValueError, "Complex .* not supported"):
+                    ours.muon(
+                        [], [], [], **{**FUNCTIONAL, **options, "has_complex": True}
+                    )
         # It would be added to each row of the momentum.
         matrix, row = torch.zeros(2, 3), torch.ones(3)
         with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
@@ -437,10 +461,11 @@ class TestMuonRefusals(TestCase):
             ({"ns_coefficients": [(1, 2)] * 5}, "exactly 3 values"),
             ({"ns_coefficients": [(1, 2, 3)] * 4}, "4 tuples but ns_steps is 5"),
         ):
-            param = nn.Parameter(torch.rand(2, 3))
-            param.grad = torch.rand(2, 3)
-            with self.assertRaisesRegex(ValueError, words):
-                Muon([param], **options).step()
+            with self.subTest(options=options):
+                param = nn.Parameter(torch.rand(2, 3))
+                param.grad = torch.rand(2, 3)
+                with self.assertRaisesRegex(ValueError, words):
+                    Muon([param], **options).step()
         call = ours._zeropower_via_newtonschulz
         with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
             call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
@@ -463,17 +488,21 @@ class TestMuonRefusals(TestCase):
     def test_state_dict_of_another_optimizer(self):
         """It loaded, and the next step failed with a KeyError."""
         for cls in (torch.optim.AdamW, torch.optim.SGD):
-            for config in (None, "auto"):
-                param = nn.Parameter(torch.randn(4, 6))
-                muon = Muon([param], lr=0.1, distributed_config=config)
-                loaded = cls([nn.Parameter(torch.randn(4, 6))], lr=0.5).state_dict()
-                with self.assertRaisesRegex(
-                    ValueError, "not of Muon.*lacks.*'ns_steps'"
-                ):
-                    muon.load_state_dict(loaded)
-                self.assertEqual(muon.param_groups[0]["lr"], 0.1)
-                param.grad = torch.randn(4, 6)
-                muon.step()
+            with self.subTest(cls=cls):
+                for config in (None, "auto"):
+                    with self.subTest(config=config):
+                        param = nn.Parameter(torch.randn(4, 6))
+                        muon = Muon([param], lr=0.1, distributed_config=config)
+                        loaded = cls(
+                            [nn.Parameter(torch.randn(4, 6))], lr=0.5
+                        ).state_dict()
+                        with self.assertRaisesRegex(
+                            ValueError, "not of Muon.*lacks.*'ns_steps'"
+                        ):
+                            muon.load_state_dict(loaded)
+                        self.assertEqual(muon.param_groups[0]["lr"], 0.1)
+                        param.grad = torch.randn(4, 6)
+                        muon.step()
 
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
@@ -484,10 +513,12 @@ class TestMuonRefusals(TestCase):
             "0.0% of the model's 28 elements\nNo optimizer given here has weight",
             "has no distributed_config",
         ):
-            self.assertIn(words, page)
+            with self.subTest(words=words):
+                self.assertIn(words, page)
         for model, name in (("parameters", "(4, 6)"), ("named_parameters", "weight")):
-            page = muon.describe(getattr(nn.Linear(6, 4), model)(), other)
-            self.assertIn(f"28 elements\nNo optimizer given here has {name}", page)
+            with self.subTest(model=model, name=name):
+                page = muon.describe(getattr(nn.Linear(6, 4), model)(), other)
+                self.assertIn(f"28 elements\nNo optimizer given here has {name}", page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

@@ -84,44 +84,53 @@ class TestGramNewtonSchulz(TestCase):
             ((COEFFICIENTS, [COEFFICIENTS] * 5), (self.POLAR_EXPRESS,) * 2),
             ("flat", "decaying", "low rank"),
         ):
-            x = spectrum(kind, *shape).bfloat16()
-            expected = common_config.exact(x, triples)
-            quintic, gram = (
-                (newton_schulz(x, coefficients, 5, ours.EPS, name) - expected).norm()
-                for name in ("quintic", "gram")
-            )
-            # Both round to bfloat16 on the way, the Gram matrix what is small the most.
-            bound = max(0.05 * expected.norm(), 2 * quintic)
-            self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
+            with self.subTest(
+                shape=shape, kind=kind, coefficients=coefficients, triples=triples
+            ):
+                x = spectrum(kind, *shape).bfloat16()
+                expected = common_config.exact(x, triples)
+                quintic, gram = (
+                    (
+                        newton_schulz(x, coefficients, 5, ours.EPS, name) - expected
+                    ).norm()
+                    for name in ("quintic", "gram")
+                )
+                # Both round to bfloat16 on the way, the Gram matrix what is small the most.
+                bound = max(0.05 * expected.norm(), 2 * quintic)
+                self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
         # Three iterates and a Gram matrix, or two and five.
         nbytes = [newton_schulz_bytes((4, long), "gram") for long in (64, 8)]
         self.assertEqual(nbytes, [2 * (3 * 256 + 16), 2 * (2 * 32 + 5 * 16)])
 
     def test_nearly_square_matrices_keep_the_quintic(self):
         for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:
-            start, grad = make_matrix(shape), make_matrix(shape)
-            trained = []
-            for algorithm in ("quintic", "gram"):
-                params = [nn.Parameter(start.clone()), start.clone()]
-                optimizer = Muon(params[:1], lr=0.02, ns_algorithm=algorithm)
-                params[0].grad = grad
-                optimizer.step()
-                options = {**FUNCTIONAL, "ns_algorithm": algorithm}
-                ours.muon([params[1]], [grad], [torch.zeros(shape)], **options)
-                self.assertTrue(torch.equal(*params))
-                trained.append(params[0])
-            self.assertEqual(torch.equal(*trained), alike, f"{shape}")
+            with self.subTest(shape=shape, alike=alike):
+                start, grad = make_matrix(shape), make_matrix(shape)
+                trained = []
+                for algorithm in ("quintic", "gram"):
+                    with self.subTest(algorithm=algorithm):
+                        params = [nn.Parameter(start.clone()), start.clone()]
+                        optimizer = Muon(params[:1], lr=0.02, ns_algorithm=algorithm)
+                        params[0].grad = grad
+                        optimizer.step()
+                        options = {**FUNCTIONAL, "ns_algorithm": algorithm}
+                        ours.muon([params[1]], [grad], [torch.zeros(shape)], **options)
+                        self.assertTrue(torch.equal(*params))
+                        trained.append(params[0])
+                self.assertEqual(torch.equal(*trained), alike, f"{shape}")
 
     def test_one_tuple_for_each_step(self):
         torch.manual_seed(0)
         for shape in ((8, 8), (4, 32), (3, 8, 16)):
-            x = torch.randn(shape).bfloat16()
-            for algorithm, steps in itertools.product(("quintic", "gram"), (1, 4)):
-                alike, expected = (
-                    newton_schulz(x, coefficients, steps, 1e-7, algorithm)
-                    for coefficients in ([COEFFICIENTS] * steps, COEFFICIENTS)
-                )
-                self.assertTrue(torch.equal(alike, expected))
+            with self.subTest(shape=shape):
+                x = torch.randn(shape).bfloat16()
+                for algorithm, steps in itertools.product(("quintic", "gram"), (1, 4)):
+                    with self.subTest(algorithm=algorithm, steps=steps):
+                        alike, expected = (
+                            newton_schulz(x, coefficients, steps, 1e-7, algorithm)
+                            for coefficients in ([COEFFICIENTS] * steps, COEFFICIENTS)
+                        )
+                        self.assertTrue(torch.equal(alike, expected))
         params = [nn.Parameter(torch.randn(6, 4))]
         optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
         params[0].grad = torch.randn(6, 4)
@@ -237,14 +246,16 @@ class TestAlgorithmsOnAccelerators(TestCase):
         ):
             with self.subTest(shape=shape):
                 for is_cpu, expected in ((True, on_cpu), (False, on_accelerator)):
-                    self.assertEqual(uses_gram(shape, "gram", is_cpu), expected)
-                    self.assertFalse(uses_gram(shape, "quintic", is_cpu))
+                    with self.subTest(is_cpu=is_cpu):
+                        self.assertEqual(uses_gram(shape, "gram", is_cpu), expected)
+                        self.assertFalse(uses_gram(shape, "quintic", is_cpu))
 
     def test_products(self):
         """Blocks of a symmetric product are many launches, which an H100 outruns."""
         for algorithm in ("quintic", "gram", "symmetric"):
-            there = products_for(torch.empty(2048, 8192, device="meta"), algorithm)
-            self.assertIs(type(there), Products)
+            with self.subTest(algorithm=algorithm):
+                there = products_for(torch.empty(2048, 8192, device="meta"), algorithm)
+                self.assertIs(type(there), Products)
         here = products_for(torch.empty(2048, 8192), "symmetric")
         self.assertIs(type(here), SymmetricProducts)
 
@@ -256,11 +267,13 @@ class TestAlgorithmsOnAccelerators(TestCase):
             return calls.count
 
         for shape in ((64, 64), (512, 2048), (8, 512, 2048), (4096, 4096)):
-            for algorithm in ("gram", "symmetric"):
-                found = operations(shape, algorithm)
-                self.assertEqual(
-                    found, operations(shape, "quintic"), f"{shape} {algorithm}"
-                )
+            with self.subTest(shape=shape):
+                for algorithm in ("gram", "symmetric"):
+                    with self.subTest(algorithm=algorithm):
+                        found = operations(shape, algorithm)
+                        self.assertEqual(
+                            found, operations(shape, "quintic"), f"{shape} {algorithm}"
+                        )
         self.assertNotEqual(
             operations((2048, 8192), "gram"), operations((2048, 8192), "quintic")
         )

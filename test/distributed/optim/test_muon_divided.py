@@ -130,11 +130,18 @@ class TestMuonDivided(OnCPU):
             ((grid, S0, S1), 2, 4, (True, 1), {"foreach": True}),
             ((line, S1), "auto", 4, (True, 1), {}),
         ):
-            message = f"{placements} {owners} {flags} {options}"
-            make = partial(create_dtensor_config, *flags, owners)
-            layout = self.placed(mesh, *placements)
-            with self.small(max_replicas=replicas):
-                self.check(layout, make, message, **options)
+            with self.subTest(
+                owners=owners,
+                replicas=replicas,
+                flags=flags,
+                mesh=mesh,
+                placements=placements,
+            ):
+                message = f"{placements} {owners} {flags} {options}"
+                make = partial(create_dtensor_config, *flags, owners)
+                layout = self.placed(mesh, *placements)
+                with self.small(max_replicas=replicas):
+                    self.check(layout, make, message, **options)
         strategy = common_muon.Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
         with self.small():
@@ -166,10 +173,12 @@ class TestMuonDivided(OnCPU):
 
     def test_errors_and_description(self):
         for factory in (create_auto_config, create_dtensor_config):
-            for number in (0, -1, 2.0, True, None, "all"):
-                pattern = 'owners_per_matrix is .*, not "auto" or an int >= 1'
-                with self.assertRaisesRegex(ValueError, pattern):
-                    factory(owners_per_matrix=number)
+            with self.subTest(factory=factory):
+                for number in (0, -1, 2.0, True, None, "all"):
+                    with self.subTest(number=number):
+                        pattern = 'owners_per_matrix is .*, not "auto" or an int >= 1'
+                        with self.assertRaisesRegex(ValueError, pattern):
+                            factory(owners_per_matrix=number)
         layout = self.placed(mesh_of(4), S0)
         with self.small():
             twins = self.twins(layout, create_dtensor_config(owners_per_matrix=2))

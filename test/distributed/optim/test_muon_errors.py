@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import itertools
 import re
 import sys
 from datetime import timedelta
@@ -57,11 +56,15 @@ class TestMuonMistakes(MistakesTestCase):
             ("dtype", torch.bfloat16, "dtype is torch.float32 on rank 0"),
             ("placements", (S1,), "rank 0.*rank 2"),
         ]:
-            placed = self.placed()
-            if self.rank == 2:
-                placed[1] = placed[1]._replace(**{field: value})
-            self.assertRefused(ValueError, f"parameter 1 'w1'.*{pattern}", placed)
-        placed = self.placed()[self.rank == 3 :]
+            with self.subTest(field=field, value=value):
+                placed = self.placed()
+                if self.rank == 2:
+                    placed[1] = placed[1]._replace(**{field: value})
+                self.assertRefused(ValueError, f"parameter 1 'w1'.*{pattern}", placed)
+        placed = self.placed()
+        if self.rank == 3:
+            # It has one parameter less than the others.
+            placed.pop(0)
         self.assertRefused(ValueError, "ranks disagree", placed)
 
         def freeze(pairs):
@@ -73,33 +76,37 @@ class TestMuonMistakes(MistakesTestCase):
 
     def test_different_hyperparameters(self):
         for field, other in {**OTHER_OPTIONS, "foreach": True}.items():
-            given = re.escape(str(other))
-            pattern = rf"'w0'.*{field} is .* on rank 0 and {given} on rank 2"
-            options = {field: other} if self.rank == 2 else {}
-            self.assertRefused(ValueError, pattern, **options)
-        rates = {0: 0.1, 1: 0.1 + self.rank}
-        params = self.whole((4, 6), (5, 3))
-        groups = [{"params": [params[i]], "lr": rate} for i, rate in rates.items()]
+            with self.subTest(field=field, other=other):
+                given = re.escape(str(other))
+                pattern = rf"'w0'.*{field} is .* on rank 0 and {given} on rank 2"
+                options = {field: other} if self.rank == 2 else {}
+                self.assertRefused(ValueError, pattern, **options)
+        first, second = self.whole((4, 6), (5, 3))
+        groups = [
+            {"params": [first], "lr": 0.1},
+            {"params": [second], "lr": 0.1 + self.rank},
+        ]
         config = create_auto_config(ddp_process_group=dist.group.WORLD)
         build = functools.partial(Muon, groups, distributed_config=config)
         self.assertRaisesEverywhere(build, ValueError, "parameter 1 .*lr is 0.1 on")
 
     def test_invalid_option_of_one_rank(self):
-        for field, other, expected in (
-            ("lr", -1.0, "Learning rate should be >= 0 but is: -1.0"),
-            ("momentum", -0.5, "momentum should be >= 0 but is: -0.5"),
-            ("adjust_lr_fn", "x", "Adjust learning rate function x"),
-            ("ns_algorithm", "x", "ns_algorithm must be one of"),
+        for option, value, kind, pattern in (
+            ("lr", -1.0, ValueError, "Learning rate should be >= 0 but is: -1.0"),
+            ("momentum", -0.5, ValueError, "momentum should be >= 0 but is: -0.5"),
+            ("adjust_lr_fn", "x", ValueError, "Adjust learning rate function x"),
+            ("ns_algorithm", "x", ValueError, "ns_algorithm must be one of"),
             # With options of a wrong type, the rank raised alone, before it met the others.
-            ("momentum", "0.9", "not supported between"),
-            ("ns_coefficients", None, "ranks disagree.*ns_coefficients"),
+            ("momentum", "0.9", TypeError, "not supported between"),
+            ("ns_coefficients", None, ValueError, "ranks disagree.*ns_coefficients"),
         ):
-            options = {field: other} if self.rank == 2 else {}
-            kind = TypeError if other == "0.9" else ValueError
-            self.assertRefused(kind, expected, **options)
+            with self.subTest(option=option, value=value, kind=kind):
+                options = {option: value} if self.rank == 2 else {}
+                self.assertRefused(kind, pattern, **options)
         for split in ((4, -1), (4, 5), "ab", {"size": 4}, {"sizes": 4, "repeats": "x"}):
-            group = {"split": split} if self.rank == 2 else {}
-            self.assertRefused(ValueError, "split", group=group)
+            with self.subTest(split=split):
+                group = {"split": split} if self.rank == 2 else {}
+                self.assertRefused(ValueError, "split", group=group)
 
     def test_different_flags_of_the_config(self):
         for flag, value, pattern in (
@@ -108,11 +115,12 @@ class TestMuonMistakes(MistakesTestCase):
             # Ranks compare words, which are equal here.
             ("prefetch_count", "1", "must be an int >= 0 but is '1'"),
         ):
-            config = create_dtensor_config()
-            if self.rank == 1:
-                setattr(config, flag, value)
-            pattern = f"{flag} {pattern}"
-            self.assertRefused(ValueError, pattern, distributed_config=config)
+            with self.subTest(flag=flag, value=value):
+                config = create_dtensor_config()
+                if self.rank == 1:
+                    setattr(config, flag, value)
+                pattern = f"{flag} {pattern}"
+                self.assertRefused(ValueError, pattern, distributed_config=config)
 
     def test_one_rank_with_a_destroyed_parameter(self):
         def change(pairs):
@@ -131,8 +139,9 @@ class TestMuonMistakes(MistakesTestCase):
             (ValueError("no idea"), ValueError, "no idea"),
             (IndexError("no idea"), IndexError, "no idea"),
         ]:
-            config = self.assign(bad if self.rank == 3 else good)
-            self.assertRefused(kind, pattern, distributed_config=config)
+            with self.subTest(bad=bad, kind=kind):
+                config = self.assign(bad if self.rank == 3 else good)
+                self.assertRefused(kind, pattern, distributed_config=config)
 
     def test_owner_that_holds_no_piece(self):
         placed = [Spec((8, 8), mesh, (S0,)) for mesh in (mesh_of(4), mesh_of(2))]
@@ -217,7 +226,7 @@ class TestMuonMistakes(MistakesTestCase):
         groups = [dist.new_group(range(4), timeout=patience) for _ in range(2)]
         meshes = [
             DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-            for group, name in zip(groups, "ab")
+            for group, name in zip(groups, ("a", "b"), strict=True)
         ]
         given = [
             (f"w{i}", parameter(Spec((8, 8), m, (S0,)))) for i, m in enumerate(meshes)
@@ -245,21 +254,25 @@ class TestMuonChainsOfGroups(MistakesTestCase):
         """The ranks of that group cannot build. Others learn of it at their first step, at the latest."""
         nested = mesh_of(4), mesh_of(2)
         overlapping = self.meshes_of_pairs([0, 1], [2, 3], [0, 2], [1, 3])
-        # Each row ends with the two ranks that differ: global ones.
-        for meshes, which, *ranks in (
-            (nested, 1, 2, 3),
-            (nested, 0, 0, 2),
-            (overlapping, 1, 0, 2),
-            (overlapping, 0, 2, 3),
+        later = "another rank failed before this step.*"
+        for name, meshes, index, usual, culprit in (
+            ("nested", nested, 1, 2, 3),
+            ("nested", nested, 0, 0, 2),
+            ("overlapping", overlapping, 1, 0, 2),
+            ("overlapping", overlapping, 0, 2, 3),
         ):
             placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
-            if self.rank == ranks[1]:
-                placed[which] = placed[which]._replace(shape=(8, 9))
-            for count, (kind, text) in self.outcomes(placed):
-                self.assertEqual(kind, "RuntimeError" if count else "ValueError")
-                told = "another rank failed before this step.*" * count
-                differ = "disagree about parameter {} .* on rank {} and .* on rank {}"
-                self.assertRegex(text, told + differ.format(which, *ranks))
+            if self.rank == culprit:
+                placed[index] = placed[index]._replace(shape=(8, 9))
+            disagree = f"disagree about parameter {index} .* on rank {usual} and .* on rank {culprit}"
+            with self.subTest(name, index=index, usual=usual, culprit=culprit):
+                for has_built, (kind, text) in self.outcomes(placed):
+                    if has_built:
+                        self.assertEqual(kind, "RuntimeError")
+                        self.assertRegex(text, later + disagree)
+                    else:
+                        self.assertEqual(kind, "ValueError")
+                        self.assertRegex(text, disagree)
 
     def test_error_at_an_end_of_a_chain_of_groups(self):
         """Ranks 0 and 1 share nothing with rank 3, which cannot build again. Their steps fail within the timeout."""
@@ -277,12 +290,19 @@ class TestMuonChainsOfGroups(MistakesTestCase):
         rebuilt = self.outcome(lambda: optimizer.add_param_group({"params": []}))
         dist.barrier()
         found = everyone(rebuilt or self.outcome(optimizer.step))
-        told = "another rank failed before this step.*" * (self.rank == 1)
+        # Whether a rank builds again, and what it is told. Rank 0 may still wait for rank 1 in the step,
+        # within the timeout.
+        expected = {
+            0: (True, "."),
+            1: (True, r"another rank failed before this step.*missing \[0\]"),
+            2: (False, r"missing \[0\]"),
+            3: (False, r"missing \[0\]"),
+        }
+        is_rebuilt, pattern = expected[self.rank]
         with self.everywhere(f"{found}"):
-            self.assertEqual(rebuilt is None, self.rank < 2)
-            # Rank 0 may still wait for rank 1 in the step, within the timeout.
-            pattern = rf"{told}missing \[0\]" if self.rank else "."
-            self.assertRegex(found[self.rank][1], pattern)
+            self.assertEqual(rebuilt is None, is_rebuilt)
+            _, text = found[self.rank]
+            self.assertRegex(text, pattern)
 
     def test_reason_of_ranks_that_share_another_group(self):
         """Rank 2 shares no parameter with rank 0, which has no gradient. It learns why rank 1 has left."""
@@ -327,10 +347,17 @@ class TestMuonOverlappingGroups(common_muon.OnCPU):
 
     def test_a_mismatch_reaches_groups_that_came_before(self):
         """Ranks of a column waited in their gathers for a rank that had left for a mismatch in its row."""
-        for number, culprit in itertools.product(range(4), range(4)):
+        for number, culprit in (
+            (0, 0),
+            (0, 1),
+            (1, 2),
+            (1, 3),
+            (2, 0),
+            (2, 2),
+            (3, 1),
+            (3, 3),
+        ):
             pair = self.ROWS_AND_COLUMNS[number]
-            if culprit not in pair:
-                continue
             with self.subTest(pair=pair, culprit=culprit):
                 twins, numbers = self.twins_over(*self.ROWS_AND_COLUMNS)
                 twins.step()
@@ -340,12 +367,12 @@ class TestMuonOverlappingGroups(common_muon.OnCPU):
                 before = snapshot(twins.params)
                 found = everyone(self.outcome(twins.optimizer.step))
                 with self.everywhere(f"{found}"):
-                    for rank, outcome in enumerate(found):
-                        self.assertEqual(outcome[0], "RuntimeError")
-                        told = (
-                            "some have none" if rank in pair else "Their error says how"
-                        )
-                        self.assertRegex(outcome[1], told)
+                    for rank, (kind, text) in enumerate(found):
+                        self.assertEqual(kind, "RuntimeError")
+                        if rank in pair:
+                            self.assertRegex(text, "some have none")
+                        else:
+                            self.assertRegex(text, "Their error says how")
                     self.assertEqual(snapshot(twins.params), before)
                 # Nothing has moved, so the same step works with all gradients.
                 twins.steps -= 1
@@ -362,23 +389,25 @@ class TestMuonOverlappingGroups(common_muon.OnCPU):
         step = twins.optimizer.step if numbers else lambda: None
         found = everyone(self.outcome(step))
         with self.everywhere(f"{found}"):
-            self.assertIsNone(found[3])
-            patterns = "some have none", "Their error says how", "some have none"
-            for outcome, pattern in zip(found, patterns):
-                self.assertRegex(outcome[1], pattern)
+            first, second, third, fourth = found
+            self.assertRegex(first[1], "some have none")
+            self.assertRegex(second[1], "Their error says how")
+            self.assertRegex(third[1], "some have none")
+            self.assertIsNone(fourth)
 
     def test_only_such_groups_have_one_more_collective(self):
         nested = [Spec((8, 8), mesh_of(4), (S0,)), Spec((8, 8), mesh_of(2), (S0,))]
         overlapping, _ = self.twins_over(*self.ROWS_AND_COLUMNS)
         for twins, count in ((Twins(nested), 2), (overlapping, 4)):
-            twins.step()
-            with Recorder() as seen:
+            with self.subTest(count=count):
                 twins.step()
-            reduced = [call for call in seen.calls if call.name == "all_reduce"]
-            with self.everywhere():
-                self.assertEqual(len(reduced), count)
-                small = [call for call in reduced if call.nbytes == 8]
-                self.assertEqual(len(small), count - 2)
+                with Recorder() as seen:
+                    twins.step()
+                reduced = [call for call in seen.calls if call.name == "all_reduce"]
+                with self.everywhere():
+                    self.assertEqual(len(reduced), count)
+                    small = [call for call in reduced if call.nbytes == 8]
+                    self.assertEqual(len(small), count - 2)
 
 
 if __name__ == "__main__":

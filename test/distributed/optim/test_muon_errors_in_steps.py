@@ -46,22 +46,25 @@ class TestMuonStepMistakes(MistakesTestCase):
     def test_optimizers_stepped_in_different_orders(self):
         mesh = mesh_of(4)
         for size, counts in ((8, (1, 1)), (4, (2, 260))):
-            both = [Twins([Spec((size, 8), mesh, (S0,))] * count) for count in counts]
-            for twins in both:
-                twins.step()
-                self.assertParity(twins)
-            before = [snapshot(twins.params) for twins in both]
-            for twins in both:
-                twins.set_gradients()
-            order = both[::-1] if self.rank == 2 else both
-            for twins in order:
-                self.assertRaisesEverywhere(
-                    twins.optimizer.step,
-                    RuntimeError,
-                    "step different optimizers.*in the same order",
-                )
-            with self.everywhere(f"{counts}"):
-                self.assertEqual([snapshot(twins.params) for twins in both], before)
+            with self.subTest(size=size, counts=counts):
+                both = [
+                    Twins([Spec((size, 8), mesh, (S0,))] * count) for count in counts
+                ]
+                for twins in both:
+                    twins.step()
+                    self.assertParity(twins)
+                before = [snapshot(twins.params) for twins in both]
+                for twins in both:
+                    twins.set_gradients()
+                order = both[::-1] if self.rank == 2 else both
+                for twins in order:
+                    self.assertRaisesEverywhere(
+                        twins.optimizer.step,
+                        RuntimeError,
+                        "step different optimizers.*in the same order",
+                    )
+                with self.everywhere(f"{counts}"):
+                    self.assertEqual([snapshot(twins.params) for twins in both], before)
 
     def test_mismatch_in_many_matrices(self):
         """Those after the first 256 have a further collective."""
@@ -109,15 +112,18 @@ class TestMuonStepMistakes(MistakesTestCase):
         pattern = r"parameter 0.*momentum buffer.*\(7, 8\)"
         small = Spec((7, 8), mesh_of(4), (S0,))
         for buffer in (torch.zeros(7, 8), common_muon.place(torch.zeros(7, 8), small)):
-            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
-            twins.step()
-            state_dict = twins.optimizer.state_dict()
-            state_dict["state"][0]["momentum_buffer"] = buffer
-            load = functools.partial(twins.optimizer.load_state_dict, state_dict)
-            self.assertRaisesEverywhere(load, ValueError, r"of another model.*\(7, 8\)")
-            # The optimizer's own state may get it by other ways.
-            twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
-            self.assertNothingMoves(twins, RuntimeError, pattern)
+            with self.subTest(kind=type(buffer)):
+                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
+                twins.step()
+                state_dict = twins.optimizer.state_dict()
+                state_dict["state"][0]["momentum_buffer"] = buffer
+                load = functools.partial(twins.optimizer.load_state_dict, state_dict)
+                self.assertRaisesEverywhere(
+                    load, ValueError, r"of another model.*\(7, 8\)"
+                )
+                # The optimizer's own state may get it by other ways.
+                twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
+                self.assertNothingMoves(twins, RuntimeError, pattern)
 
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
@@ -129,16 +135,17 @@ class TestMuonStepMistakes(MistakesTestCase):
             (flags, "async_gpu_parallelism", False, "Set them before"),
             (group, "ns_steps", 100, "less than 100"),
         ):
-            right, where[name] = where[name], wrong
-            twins.set_gradients()
-            self.assertRaisesEverywhere(twins.optimizer.step, ValueError, pattern)
-            with self.everywhere():
-                with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                    twins.optimizer.state_dict()
-            where[name] = right
-            twins.optimizer.step()
-            twins.single.step()
-            self.assertParity(twins, name)
+            with self.subTest(where=where, name=name, wrong=wrong):
+                right, where[name] = where[name], wrong
+                twins.set_gradients()
+                self.assertRaisesEverywhere(twins.optimizer.step, ValueError, pattern)
+                with self.everywhere():
+                    with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                        twins.optimizer.state_dict()
+                where[name] = right
+                twins.optimizer.step()
+                twins.single.step()
+                self.assertParity(twins, name)
 
     def test_gradient_of_another_kind(self):
         """A functional step of two sharded matrices. Rank 1 has another gradient for the second one."""
@@ -149,22 +156,28 @@ class TestMuonStepMistakes(MistakesTestCase):
             (usual.to("meta"), "is on cpu, but its gradient meta"),
             (usual.to(torch.complex64), "is complex False, but its gradient True"),
         ):
-            config = create_auto_config(fsdp_process_group=dist.group.WORLD)
-            params, momenta = ([full(i, (4, 8)) for i in range(2)] for _ in range(2))
-            grads = [usual, other if self.rank == 1 else usual]
-            problem = own if self.rank == 1 else "it cannot use"
-            pattern = rf"^(?=.*{problem}).*parameter 1 of shape \("
-            options = {**FUNCTIONAL, "distributed_config": config}
-            step = functools.partial(functional_muon, params, grads, momenta, **options)
-            self.assertRaisesEverywhere(step, RuntimeError, pattern)
+            with self.subTest(other=other):
+                config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+                params, momenta = (
+                    [full(i, (4, 8)) for i in range(2)] for _ in range(2)
+                )
+                grads = [usual, other if self.rank == 1 else usual]
+                problem = own if self.rank == 1 else "it cannot use"
+                pattern = rf"^(?=.*{problem}).*parameter 1 of shape \("
+                options = {**FUNCTIONAL, "distributed_config": config}
+                step = functools.partial(
+                    functional_muon, params, grads, momenta, **options
+                )
+                self.assertRaisesEverywhere(step, RuntimeError, pattern)
 
     def test_ranks_that_replaced_different_parameters(self):
         """Momentum restarted for different parameters, so replicas got different updates."""
         config = create_auto_config(ddp_process_group=dist.group.WORLD)
         twins = Twins([Cut((8, 8)), Cut((12, 5)), Cut((8, 8))], config)
         twins.step()
-        at = int(self.rank > 0)
-        twins.params[at] = nn.Parameter(twins.params[at].detach().clone())
+        replaced = 0 if self.rank == 0 else 1
+        former = twins.params[replaced]
+        twins.params[replaced] = nn.Parameter(former.detach().clone())
         twins.optimizer.param_groups[0]["params"] = list(twins.params)
         self.assertNothingMoves(twins, ValueError, "parameter 0 .*replaced is")
 
@@ -184,15 +197,16 @@ class TestMuonReplicas(MistakesTestCase):
     def test_replicas_with_other_values(self):
         """A step that raised another error had moved nothing, and the next one no longer compared the values."""
         for max_replicas in (1, 4):
-            with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
-                muon = self.replicas()
-            group = muon.param_groups[0]
-            lr, group["lr"] = group["lr"], 0.1 + self.rank
-            self.assertRaisesEverywhere(muon.step, RuntimeError, "hyperparameters")
-            group["lr"] = lr
-            pattern = r"different values.*ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
-            for _ in range(2):
-                self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
+            with self.subTest(max_replicas=max_replicas):
+                with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
+                    muon = self.replicas()
+                group = muon.param_groups[0]
+                lr, group["lr"] = group["lr"], 0.1 + self.rank
+                self.assertRaisesEverywhere(muon.step, RuntimeError, "hyperparameters")
+                group["lr"] = lr
+                pattern = r"different values.*ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
+                for _ in range(2):
+                    self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_values_of_a_model_that_a_checkpoint_fills(self):
         """torch.distributed.checkpoint makes momentum by a step of zeros with a learning rate of zero."""
@@ -211,7 +225,10 @@ class TestMuonReplicas(MistakesTestCase):
         two = DeviceMesh("cpu", [0, 1])
         params = []
         # Ranks 2 and 3 hold none of the second group.
-        for i, mesh in enumerate([mesh_of(4)] * 2 + [two] * 2 * (self.rank < 2)):
+        meshes = [mesh_of(4), mesh_of(4)]
+        if self.rank < 2:
+            meshes += [two, two]
+        for i, mesh in enumerate(meshes):
             value = distribute_tensor(full(i, (4, 6)), mesh, [R])
             params.append(nn.Parameter(value))
             params[i].grad = torch.ones_like(value)
@@ -316,30 +333,32 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
             (lambda muon, last: None, lambda muon: muon.add_param_group(more)),
             (lambda muon, last: muon.load_state_dict(state), Muon.synchronize),
         ):
-            twins = self.mismatched()
-            muon = twins.optimizer
-            first(muon, twins.params[2])
-            twins.set_gradients()
-            pattern = "some have none.*parameter 0"
-            self.assertRaisesEverywhere(lambda: change(muon), RuntimeError, pattern)
-            self.assertEqual(len(muon.param_groups), 1)
-            pattern = "[Rr]ebuild.*parameter 0"
-            self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
+            with self.subTest(first=first, change=change):
+                twins = self.mismatched()
+                muon = twins.optimizer
+                first(muon, twins.params[2])
+                twins.set_gradients()
+                pattern = "some have none.*parameter 0"
+                self.assertRaisesEverywhere(lambda: change(muon), RuntimeError, pattern)
+                self.assertEqual(len(muon.param_groups), 1)
+                pattern = "[Rr]ebuild.*parameter 0"
+                self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_rank_without_a_gradient_sends_defined_values(self):
         """Values from before in the same memory came into parameters once."""
         for layout, missing in itertools.product((S0, S1, R), (0, 1, 2, 3)):
-            twins = self.twins(layout)
-            storages = twins.optimizer._engine._runner.memory._storages
-            for storage, nbytes in storages:
-                memory = torch.tensor([], dtype=torch.uint8)
-                # Bytes of 255 are NaN.
-                memory.set_(storage, 0, (nbytes,)).fill_(255)
-            twins.set_gradients(missing=range(4) if self.rank == missing else ())
-            twins.optimizer.step()
-            with self.everywhere(f"{layout} {missing}"):
-                for param in twins.params:
-                    self.assertTrue(common_muon.local(param).isfinite().all())
+            with self.subTest(layout=layout, missing=missing):
+                twins = self.twins(layout)
+                storages = twins.optimizer._engine._runner.memory._storages
+                for storage, nbytes in storages:
+                    memory = torch.tensor([], dtype=torch.uint8)
+                    # Bytes of 255 are NaN.
+                    memory.set_(storage, 0, (nbytes,)).fill_(255)
+                twins.set_gradients(missing=range(4) if self.rank == missing else ())
+                twins.optimizer.step()
+                with self.everywhere(f"{layout} {missing}"):
+                    for param in twins.params:
+                        self.assertTrue(common_muon.local(param).isfinite().all())
 
     def test_gradient_that_this_rank_cannot_use(self):
         """A rank that raised alone, before it took part, would leave the others waiting."""
@@ -347,11 +366,14 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         common_muon.wrap_functions(functions, "gather_fn")
         own = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4), functions)
         for twins in (self.twins(), own):
-            twins.set_gradients()
-            if self.rank == 1:
-                twins.params[0]._grad = torch.ones(8, 8).to_sparse()
-            step = twins.optimizer.step
-            self.assertRaisesEverywhere(step, RuntimeError, "parameter 0.*sparse", [1])
+            with self.subTest(functions=twins.config is functions):
+                twins.set_gradients()
+                if self.rank == 1:
+                    twins.params[0]._grad = torch.ones(8, 8).to_sparse()
+                step = twins.optimizer.step
+                self.assertRaisesEverywhere(
+                    step, RuntimeError, "parameter 0.*sparse", [1]
+                )
 
     def test_gradient_that_only_its_own_rank_would_need(self):
         """No other rank has the matrix. All have another one, whose gather would wait for this rank."""
@@ -382,17 +404,22 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         param = parameter(spec)
         optimizer = Muon([param], distributed_config="auto")
         for missing in ((), (2,), (), (0, 1)):
-            ones = torch.ones(8, 8)
-            grad = DTensor.from_local(ones, spec.mesh, (Partial(),), run_check=False)
-            param.grad = None if self.rank in missing else grad
-            before = snapshot([param])
-            if not missing:
-                optimizer.step()
-                self.assertNotEqual(snapshot([param]), before)
-                continue
-            self.assertRaisesEverywhere(optimizer.step, RuntimeError, "some have none")
-            with self.everywhere():
-                self.assertEqual(snapshot([param]), before)
+            with self.subTest(missing=missing):
+                ones = torch.ones(8, 8)
+                grad = DTensor.from_local(
+                    ones, spec.mesh, (Partial(),), run_check=False
+                )
+                param.grad = None if self.rank in missing else grad
+                before = snapshot([param])
+                if not missing:
+                    optimizer.step()
+                    self.assertNotEqual(snapshot([param]), before)
+                    continue
+                self.assertRaisesEverywhere(
+                    optimizer.step, RuntimeError, "some have none"
+                )
+                with self.everywhere():
+                    self.assertEqual(snapshot([param]), before)
 
     def test_functional_form_with_momentum_of_another_placement(self):
         """Its momentum restarted in every call."""

@@ -51,23 +51,29 @@ class TestMuonFSDP1(common_muon.OnCPU):
             (True, NONE, None, True),
             (True, HYBRID, policy, True),
         ):
-            run = Run(orig, strategy=strategy, units=units, by_module=by_module)
-            self.check(run, 2, f"{orig=} {strategy} {units} {by_module=}")
+            with self.subTest(
+                orig=orig, strategy=strategy, units=units, by_module=by_module
+            ):
+                run = Run(orig, strategy=strategy, units=units, by_module=by_module)
+                self.check(run, 2, f"{orig=} {strategy} {units} {by_module=}")
 
     def test_every_matrix_of_a_flat_parameter_has_its_own_owner(self):
         for orig, strategy in ((False, FULL), (True, HYBRID)):
-            layers = (torch.nn.Linear(8, 8, bias=False) for _ in range(8))
-            model = wrap(torch.nn.Sequential(*layers), orig, strategy, None)
-            config = create_auto_config(module=model)
-            optimizer = Muon(model.parameters(), distributed_config=config)
-            model(full(0, (5, 8))).sum().backward()
-            with NewtonSchulzCalls() as calls, Recorder() as seen:
-                optimizer.step()
-            self.assertEqual(everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}")
-            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
-            # A flat parameter's index stands under the owner of its first matrix.
-            owned = [i for own in optimizer.assignments.values() for i in own]
-            self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
+            with self.subTest(orig=orig, strategy=strategy):
+                layers = (torch.nn.Linear(8, 8, bias=False) for _ in range(8))
+                model = wrap(torch.nn.Sequential(*layers), orig, strategy, None)
+                config = create_auto_config(module=model)
+                optimizer = Muon(model.parameters(), distributed_config=config)
+                model(full(0, (5, 8))).sum().backward()
+                with NewtonSchulzCalls() as calls, Recorder() as seen:
+                    optimizer.step()
+                self.assertEqual(
+                    everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}"
+                )
+                self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
+                # A flat parameter's index stands under the owner of its first matrix.
+                owned = [i for own in optimizer.assignments.values() for i in own]
+                self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
 
     def test_wrapped_functions(self):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
@@ -87,21 +93,22 @@ class TestMuonFSDP1(common_muon.OnCPU):
 
     def test_gather_then_redistribute_is_the_identity(self):
         for orig, strategy in ((False, HYBRID), (True, FULL)):
-            torch.manual_seed(5)
-            single = torch.nn.Linear(5, 7, bias=False)
-            model = wrap(copy.deepcopy(single), orig, strategy, None)
-            (param,) = model.parameters()
-            config = create_auto_config(module=model)
-            # A piece of a flat parameter does not know its matrix.
-            config.assign_fn([param], config.state)
-            piece = param.detach().clone()
-            with self.everywhere(f"{orig=} {strategy}"):
-                found = config.gather_fn(piece, 0, config.state)
-                self.assertTrue(torch.equal(found, single.weight.detach()))
-                with Recorder() as seen:
-                    mine = config.redistribute_fn(found, 0, config.state)
-                self.assertTrue(torch.equal(mine, piece))
-                self.assertEqual(seen.names, [])
+            with self.subTest(orig=orig, strategy=strategy):
+                torch.manual_seed(5)
+                single = torch.nn.Linear(5, 7, bias=False)
+                model = wrap(copy.deepcopy(single), orig, strategy, None)
+                (param,) = model.parameters()
+                config = create_auto_config(module=model)
+                # A piece of a flat parameter does not know its matrix.
+                config.assign_fn([param], config.state)
+                piece = param.detach().clone()
+                with self.everywhere(f"{orig=} {strategy}"):
+                    found = config.gather_fn(piece, 0, config.state)
+                    self.assertTrue(torch.equal(found, single.weight.detach()))
+                    with Recorder() as seen:
+                        mine = config.redistribute_fn(found, 0, config.state)
+                    self.assertTrue(torch.equal(mine, piece))
+                    self.assertEqual(seen.names, [])
 
     def test_gathers_without_an_index(self):
         """The second one took the first one's shape."""
@@ -120,13 +127,14 @@ class TestMuonFSDP1(common_muon.OnCPU):
         Their names are whole. The name within the unit is "weight" for every layer that is one.
         """
         for orig in (False, True):
-            model = wrap(Model(), orig)
-            matrices, _ = partition_parameters(model)
-            if self.rank == 2:
-                order = [3, 4, 5, 0, 1, 2, 6, 7] if orig else [0, 2, 1, 3]
-                matrices = [matrices[i] for i in order]
-            pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
-            self.assertRefused(pattern, matrices, module=model)
+            with self.subTest(orig=orig):
+                model = wrap(Model(), orig)
+                matrices, _ = partition_parameters(model)
+                if self.rank == 2:
+                    order = [3, 4, 5, 0, 1, 2, 6, 7] if orig else [0, 2, 1, 3]
+                    matrices = [matrices[i] for i in order]
+                pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
+                self.assertRefused(pattern, matrices, module=model)
 
     def test_matrix_that_tensor_parallelism_leaves_out(self):
         """An int dimension made halves of it. FSDP1 knows which matrices TP cut, and that one is whole."""
@@ -139,13 +147,14 @@ class TestMuonFSDP1(common_muon.OnCPU):
         options = {"tp_process_group": grid.get_group("b"), "module": model}
         params, _ = partition_parameters(model)
         for dims in (0, {}, None):
-            with self.assertWarnsOnce():
-                config = create_auto_config(**options, tp_dim_per_param=dims)
-                muon = Muon(params, lr=0.1, distributed_config=config)
-            with self.everywhere(f"{dims}"):
-                found = {layout.shape for layout in muon._engine.schedule.layouts}
-                expected = {tuple(weight.shape) for weight in Model().parameters()}
-                self.assertEqual(found, expected)
+            with self.subTest(dims=dims):
+                with self.assertWarnsOnce():
+                    config = create_auto_config(**options, tp_dim_per_param=dims)
+                    muon = Muon(params, lr=0.1, distributed_config=config)
+                with self.everywhere(f"{dims}"):
+                    found = {layout.shape for layout in muon._engine.schedule.layouts}
+                    expected = {tuple(weight.shape) for weight in Model().parameters()}
+                    self.assertEqual(found, expected)
 
         # FSDP1 knows the ranks of TP.
         muon = Muon(params, distributed_config=create_auto_config(module=model))
@@ -209,7 +218,8 @@ class TestMuonFSDP1(common_muon.OnCPU):
         pattern = r"weight.*bias.*use_orig_params=True"
         flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
         for options in ({"fsdp_process_group": model.process_group}, {"module": model}):
-            self.assertRefused(pattern, flats, **options)
+            with self.subTest(options=options):
+                self.assertRefused(pattern, flats, **options)
         partition = partial(partition_parameters, model)
         self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
 
@@ -225,10 +235,14 @@ class TestMuonFSDP1(common_muon.OnCPU):
             (flat.parameters(), {}, "fsdp_process_group=.*module="),
             (biased.parameters(), {"module": biased}, "only supports 2D.*bias"),
         ):
-            self.assertRefused(pattern, params, **options)
+            with self.subTest(params=params):
+                self.assertRefused(pattern, params, **options)
         for params in (matrices, list(flat.parameters())):
-            build = partial(Muon, params, distributed_config=create_dtensor_config())
-            self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
+            with self.subTest(params=params):
+                build = partial(
+                    Muon, params, distributed_config=create_dtensor_config()
+                )
+                self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
         # Only the units know the groups in which a rank reports its error.
         config, lr = create_auto_config(module=orig), 1.0 - 2 * (self.rank == 1)
         build = partial(Muon, matrices, lr=lr, distributed_config=config)
@@ -240,28 +254,30 @@ class TestMuonFSDP1(common_muon.OnCPU):
         grid = grid_of(2, 2)
         tp = grid.get_group("b")
         for said, mark in ((0, None), ({0: 0}, None), (None, 0)):
-            model = torch.nn.Linear(8, 4, bias=False)
-            ignored = [model.weight]
-            if mark is not None:
-                model.weight.tp_dim = mark
-            layers = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
-            options = {"ignored_states": ignored, "use_orig_params": True}
-            group, device = grid.get_group("a"), torch.device("cpu")
-            model = FSDP(layers, process_group=group, device_id=device, **options)
-            options = {"tp_process_group": tp, "tp_dim_per_param": said}
-            config = create_auto_config(module=model, **options)
-            optimizer = Muon(ignored, distributed_config=config)
-            with self.everywhere(f"{said} {mark}"):
-                ranks = torch.distributed.get_process_group_ranks(tp)
-                self.assertEqual(sorted(optimizer.assignments), ranks)
+            with self.subTest(said=said, mark=mark):
+                model = torch.nn.Linear(8, 4, bias=False)
+                ignored = [model.weight]
+                if mark is not None:
+                    model.weight.tp_dim = mark
+                layers = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
+                options = {"ignored_states": ignored, "use_orig_params": True}
+                group, device = grid.get_group("a"), torch.device("cpu")
+                model = FSDP(layers, process_group=group, device_id=device, **options)
+                options = {"tp_process_group": tp, "tp_dim_per_param": said}
+                config = create_auto_config(module=model, **options)
+                optimizer = Muon(ignored, distributed_config=config)
+                with self.everywhere(f"{said} {mark}"):
+                    ranks = torch.distributed.get_process_group_ranks(tp)
+                    self.assertEqual(sorted(optimizer.assignments), ranks)
 
     def test_matrices_that_are_not_contiguous(self):
         for orig in (False, True):
-            model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
-            model[0].weight = torch.nn.Parameter(torch.randn(8, 6).t())
-            model = wrap(model, orig, units=None)
-            pattern = "'0.weight'.*not contiguous"
-            self.assertRefused(pattern, model.parameters(), module=model)
+            with self.subTest(orig=orig):
+                model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
+                model[0].weight = torch.nn.Parameter(torch.randn(8, 6).t())
+                model = wrap(model, orig, units=None)
+                pattern = "'0.weight'.*not contiguous"
+                self.assertRefused(pattern, model.parameters(), module=model)
         # The memory order of parameters that are not Muon's does not matter.
         conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         layers = torch.nn.Sequential(conv, torch.nn.Linear(8, 6, bias=False))

@@ -67,7 +67,8 @@ class TestMuonGroups(GroupParity):
     def test_tp_vs_single_device(self):
         # The dimensions of TP are 0, 1, -1, -2, and none.
         for how in HOWS:
-            self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
+            with self.subTest(how=how):
+                self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
 
     def test_parameter_keeps_its_entry_of_the_config(self):
         """After a reversal, each parameter was cut along another one's dimension, without an error."""
@@ -137,33 +138,36 @@ class TestMuonGroups(GroupParity):
     def test_combinations_vs_single_device(self):
         swapped = DeviceMesh(common_muon.device().type, [[0, 3], [1, 2]])
         for kinds, how in zip([*PAIRS, ("fsdp",)], [*HOWS, "last"], strict=True):
-            mesh = grid_of(2, 2) if len(kinds) == 2 else grid_of(4)
-            mesh = swapped if "ddp" in kinds else mesh
-            twins = Strategy(mesh, *kinds).twins(how=how)
-            self.check(twins, message=f"{kinds} {how}")
-            assignments = twins.optimizer.assignments
-            self.assertEqual(everyone(assignments), [assignments] * 4)
+            with self.subTest(kinds=kinds, how=how):
+                mesh = grid_of(2, 2) if len(kinds) == 2 else grid_of(4)
+                mesh = swapped if "ddp" in kinds else mesh
+                twins = Strategy(mesh, *kinds).twins(how=how)
+                self.check(twins, message=f"{kinds} {how}")
+                assignments = twins.optimizer.assignments
+                self.assertEqual(everyone(assignments), [assignments] * 4)
 
     def test_combinations_on_an_accelerator(self):
         """Regions of one parameter group go into one call there, and a batch has gaps where gradients are missing."""
         for kinds in PAIRS:
-            twins = Strategy(grid_of(2, 2), *kinds).twins()
-            twins.step()
-            common_muon.as_on_an_accelerator(twins.optimizer)
-            for group in twins.optimizer.param_groups:
-                group["foreach"] = False
-            self.assertTrainsAlike(twins, 2, f"{kinds}")
-            count = len(twins.params)
-            missing = [*range(0, count, 2)], [*range(1, count)], [*range(count)]
-            self.assertTrainsAlike(
-                twins, 3, f"{kinds}", missing=lambda step: missing[step]
-            )
+            with self.subTest(kinds=kinds):
+                twins = Strategy(grid_of(2, 2), *kinds).twins()
+                twins.step()
+                common_muon.as_on_an_accelerator(twins.optimizer)
+                for group in twins.optimizer.param_groups:
+                    group["foreach"] = False
+                self.assertTrainsAlike(twins, 2, f"{kinds}")
+                count = len(twins.params)
+                missing = [*range(0, count, 2)], [*range(1, count)], [*range(count)]
+                self.assertTrainsAlike(
+                    twins, 3, f"{kinds}", missing=lambda step: missing[step]
+                )
 
     def test_replicas_of_a_dtensor_on_a_part_of_the_mesh(self):
         grid = grid_of(2, 2)
         for kind, placement in (("ddp", S0), ("cp", S1)):
-            config = Strategy(grid["a"], kind).config()
-            self.check(Twins(specs(grid["b"], [(placement,)]), config))
+            with self.subTest(kind=kind, placement=placement):
+                config = Strategy(grid["a"], kind).config()
+                self.check(Twins(specs(grid["b"], [(placement,)]), config))
 
     def test_groups_that_contradict_a_dtensor(self):
         """The placements of a DTensor count. The contradiction is a warning."""
@@ -180,13 +184,14 @@ class TestMuonGroups(GroupParity):
             (R, f"fsdp.* {whole}", "fsdp", world, {}),
             (S0, f"ddp.*{rows}", "ddp", half, {}),
         ):
-            options = {f"{kind}_process_group": group, "tp_dim_per_param": dim}
-            placed = specs(mesh_of(4), [(placement,)], [(8, 8), (7, 5)])
-            # The first rank of each group says it.
-            ranks = (0, 1) if group is half else (0,)
-            with self.assertWarnsOnce(f"parameter 0 .*{pattern}", ranks):
-                twins = Twins(placed, create_auto_config(**options))
-            self.assertTrainsAlike(twins, 1, pattern)
+            with self.subTest(placement=placement, kind=kind, group=group, dim=dim):
+                options = {f"{kind}_process_group": group, "tp_dim_per_param": dim}
+                placed = specs(mesh_of(4), [(placement,)], [(8, 8), (7, 5)])
+                # The first rank of each group says it.
+                ranks = (0, 1) if group is half else (0,)
+                with self.assertWarnsOnce(f"parameter 0 .*{pattern}", ranks):
+                    twins = Twins(placed, create_auto_config(**options))
+                self.assertTrainsAlike(twins, 1, pattern)
         tp = Strategy(mesh_of(4), "tp")
         with self.assertWarnsOnce():
             # A dict that lacks a DTensor says nothing about it.
@@ -198,16 +203,17 @@ class TestMuonGroups(GroupParity):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
         given = {"tp_dim_per_param": {0: 0, 1: 1}}
         for mark, options in product(("tp_dim", "partition_dim"), ({}, given)):
-            placed = [strategy.cut((8, 12), d) for d in dims]
-            twins = Twins(placed, strategy.config(**given))
-            # No mark counts for what the user leaves out.
-            marks = 0, 1, 0 if options else -1
-            for param, dim in zip(twins.params, marks):
-                setattr(param, mark, dim)
-            with self.assertWarnsOnce():
-                config = strategy.config(**options)
-                twins.optimizer = Muon(twins.params, distributed_config=config)
-            self.assertTrainsAlike(twins, 1, mark)
+            with self.subTest(mark=mark):
+                placed = [strategy.cut((8, 12), d) for d in dims]
+                twins = Twins(placed, strategy.config(**given))
+                # No mark counts for what the user leaves out.
+                marks = 0, 1, 0 if options else -1
+                for param, dim in zip(twins.params, marks):
+                    setattr(param, mark, dim)
+                with self.assertWarnsOnce():
+                    config = strategy.config(**options)
+                    twins.optimizer = Muon(twins.params, distributed_config=config)
+                self.assertTrainsAlike(twins, 1, mark)
 
     def assertRefused(
         self, pattern, config, shapes=((8, 8), (8, 8)), names=("w0", "w1"), **raised
@@ -222,13 +228,15 @@ class TestMuonGroups(GroupParity):
     def test_tp_dim_out_of_range(self):
         tp = Strategy(grid_of(4), "tp")
         for dim, given in ((2, 2), (-3, {1: -3} if self.rank == 2 else {})):
-            pattern = rf"dimension {dim}.*parameter [01].*\(8, 8\)"
-            config = tp.config(tp_dim_per_param=given)
-            self.assertRefused(pattern, config, kind=IndexError)
+            with self.subTest(dim=dim):
+                pattern = rf"dimension {dim}.*parameter [01].*\(8, 8\)"
+                config = tp.config(tp_dim_per_param=given)
+                self.assertRefused(pattern, config, kind=IndexError)
         self.assertRefused("parameter 0 'w0'.*tp_dim_per_param", tp.config())
         for here, there in [(0, 1), ({}, 1)]:
-            config = tp.config(tp_dim_per_param=there if self.rank == 3 else here)
-            self.assertRefused("parameter 0 'w0'.*contradict.*[Rr]ank 3", config)
+            with self.subTest(here=here, there=there):
+                config = tp.config(tp_dim_per_param=there if self.rank == 3 else here)
+                self.assertRefused("parameter 0 'w0'.*contradict.*[Rr]ank 3", config)
 
     def test_pieces_that_do_not_fit_together(self):
         other = {rank: (7, 6 if self.rank == rank else 5) for rank in (1, 2)}
@@ -238,9 +246,10 @@ class TestMuonGroups(GroupParity):
             ("fsdp", {}, other[1], "fsdp_process_group.*differ in dimension 1"),
             ("ddp", {}, other[2], r"ddp_process_group.*shapes.*\(7, 6\)"),
         ):
-            config = Strategy(grid_of(4), kind).config(tp_dim_per_param=dims)
-            pattern = f"parameter 1 'w1'.*{pattern}"
-            self.assertRefused(pattern, config, [(8, 8), shape])
+            with self.subTest(kind=kind, dims=dims, shape=shape):
+                config = Strategy(grid_of(4), kind).config(tp_dim_per_param=dims)
+                pattern = f"parameter 1 'w1'.*{pattern}"
+                self.assertRefused(pattern, config, [(8, 8), shape])
 
     def test_ranks_that_disagree(self):
         config = Strategy(grid_of(2, 2), "ddp", "fsdp").config()
@@ -251,9 +260,10 @@ class TestMuonGroups(GroupParity):
         last = (4, 4, 4) if self.rank == 3 else (8, 8)
         self.assertRefused(pattern, config, [(8, 8), last])
         for kinds, few in ((("ddp", "fsdp"), [2]), (("fsdp", "cp"), [0, 1, 2])):
-            shapes = [(8, 8)] * (1 if self.rank in few else 2)
-            config = Strategy(grid_of(2, 2), *kinds).config()
-            self.assertRefused("ranks disagree about the number", config, shapes)
+            with self.subTest(kinds=kinds, few=few):
+                shapes = [(8, 8)] * (1 if self.rank in few else 2)
+                config = Strategy(grid_of(2, 2), *kinds).config()
+                self.assertRefused("ranks disagree about the number", config, shapes)
 
     def test_groups_that_contradict_each_other(self):
         grid = grid_of(2, 2)
@@ -266,9 +276,12 @@ class TestMuonGroups(GroupParity):
             {"fsdp": b, "ddp": a if self.rank % 2 else None},
             {"fsdp": b if self.rank < 2 else None, "ddp": a},
         ):
-            options = {f"{kind}_process_group": group for kind, group in groups.items()}
-            config = create_auto_config(**options, tp_dim_per_param=0)
-            self.assertRefused("contradict|shapes", config)
+            with self.subTest(groups=groups):
+                options = {
+                    f"{kind}_process_group": group for kind, group in groups.items()
+                }
+                config = create_auto_config(**options, tp_dim_per_param=0)
+                self.assertRefused("contradict|shapes", config)
 
     def test_group_on_one_rank_too_few(self):
         # The other rank of the pair can only notice that rank 0 does not come.
@@ -307,19 +320,22 @@ class TestMuonGroups(GroupParity):
         stage, replica = grid_of(2, 2).get_coordinate()
         # The first stage has no matrix, or one that its replicas disagree about.
         for shapes in ([], [(4 + 4 * replica, 8)]):
-            shapes = [(8, 8)] if stage else shapes
-            params = [torch.nn.Parameter(full(0, shape)) for shape in shapes]
+            with self.subTest(shapes=shapes):
+                shapes = [(8, 8)] if stage else shapes
+                params = [torch.nn.Parameter(full(0, shape)) for shape in shapes]
 
-            def build():
-                group = {"params": params}
-                muon = Muon([group], distributed_config=self.stage_config())
-                muon.load_state_dict(muon.state_dict())
-                for param in params:
-                    param.grad = torch.ones_like(param)
-                muon.step()
+                def build():
+                    group = {"params": params}
+                    muon = Muon([group], distributed_config=self.stage_config())
+                    muon.load_state_dict(muon.state_dict())
+                    for param in params:
+                        param.grad = torch.ones_like(param)
+                    muon.step()
 
-            ranks = () if stage or not shapes else (0, 1)
-            self.assertRaisesEverywhere(build, ValueError, "different shapes", ranks)
+                ranks = () if stage or not shapes else (0, 1)
+                self.assertRaisesEverywhere(
+                    build, ValueError, "different shapes", ranks
+                )
 
 
 class TestMuonExperts(GroupParity):
@@ -368,19 +384,23 @@ class TestMuonExperts(GroupParity):
             (grid.get_group("a"), rows, 2),
             (dist.group.WORLD, Strategy(grid_of(4), "fsdp").cut, 1),
         ):
-            twins = self.twins(cut=rows, dense_cut=dense_rows, fsdp_process_group=group)
-            self.check(twins, owners * len(DENSE) + 4 * len(EXPERT))
+            with self.subTest(group=group, dense_rows=dense_rows, owners=owners):
+                twins = self.twins(
+                    cut=rows, dense_cut=dense_rows, fsdp_process_group=group
+                )
+                self.check(twins, owners * len(DENSE) + 4 * len(EXPERT))
 
     def test_experts_that_are_dtensors(self):
         pair = tuple(dist.get_process_group_ranks(grid_of(2, 2).get_group("a")))
         for placement, dense in ((S0, R), (S1, S0), (R, S1)):
-            twins = self.twins(
-                cut=lambda shape: Spec(shape, grid_of(2, 2)["a"], (placement,)),
-                dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
-            )
-            seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
-            ranks = {call.comm.ranks for call in seen.calls if call.splits}
-            self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
+            with self.subTest(placement=placement, dense=dense):
+                twins = self.twins(
+                    cut=lambda shape: Spec(shape, grid_of(2, 2)["a"], (placement,)),
+                    dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
+                )
+                seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
+                ranks = {call.comm.ranks for call in seen.calls if call.splits}
+                self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
 
     def test_replicas_in_another_order(self):
         # The order within each expert and within the dense matrices stays.
@@ -403,23 +423,25 @@ class TestMuonExperts(GroupParity):
         }
         at, expert = grid.get_coordinate()
         for ids in ({0: expert, 1: expert}, {0: expert}):
-            config = create_auto_config(expert_assignments=ids, **groups)
-            params = [torch.ones(1 - at, 3, 4), torch.ones(2, 4)]
-            options = {"distributed_config": config, "allow_batched_matrices": True}
-            owners = sorted(Muon(params, **options).matrix_owners)
-            self.assertEqual(owners, [(0, 0), (1, 0)][at:])
+            with self.subTest(ids=ids):
+                config = create_auto_config(expert_assignments=ids, **groups)
+                params = [torch.ones(1 - at, 3, 4), torch.ones(2, 4)]
+                options = {"distributed_config": config, "allow_batched_matrices": True}
+                owners = sorted(Muon(params, **options).matrix_owners)
+                self.assertEqual(owners, [(0, 0), (1, 0)][at:])
 
     def test_gradient_on_some_holders_of_an_expert(self):
         for group in (grid_of(2, 2).get_group("a"), dist.group.WORLD):
-            twins = self.twins(ddp_process_group=group)
-            twins.set_gradients()
-            if self.rank == 3:
-                twins.params[len(DENSE)].grad = None
-            pattern = "expert 2.*|parameter 3|others that this rank does not hold"
-            # All ranks share the dense matrices of the second group.
-            ranks = [1, 3] if group is not dist.group.WORLD else range(4)
-            step = twins.optimizer.step
-            self.assertRaisesEverywhere(step, RuntimeError, pattern, ranks)
+            with self.subTest(group=group):
+                twins = self.twins(ddp_process_group=group)
+                twins.set_gradients()
+                if self.rank == 3:
+                    twins.params[len(DENSE)].grad = None
+                pattern = "expert 2.*|parameter 3|others that this rank does not hold"
+                # All ranks share the dense matrices of the second group.
+                ranks = [1, 3] if group is not dist.group.WORLD else range(4)
+                step = twins.optimizer.step
+                self.assertRaisesEverywhere(step, RuntimeError, pattern, ranks)
 
     def test_ids_that_clash_within_one_ep_group(self):
         build = partial(self.twins, [0, 1], ddp_process_group=dist.group.WORLD)
@@ -442,13 +464,14 @@ class TestMuonExperts(GroupParity):
             ([(8, 8)] * 2, doubled, "disagree|contradict", None),
             ([other], {0: self.rank % 2}, r"expert 0.*\(6, 4\).*\(6, 5\)", [0, 2]),
         ):
-            config = create_auto_config(
-                ddp_process_group=grid.get_group("a"),
-                ep_process_group=grid.get_group("b"),
-                expert_assignments=ids,
-            )
-            build = partial(Twins, [Cut(shape) for shape in shapes], config)
-            self.assertRaisesEverywhere(build, ValueError, pattern, ranks)
+            with self.subTest(shapes=shapes, ids=ids, ranks=ranks):
+                config = create_auto_config(
+                    ddp_process_group=grid.get_group("a"),
+                    ep_process_group=grid.get_group("b"),
+                    expert_assignments=ids,
+                )
+                build = partial(Twins, [Cut(shape) for shape in shapes], config)
+                self.assertRaisesEverywhere(build, ValueError, pattern, ranks)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,9 @@ class TestMuonDTensorLayouts(OnCPU):
         layout = specs(mesh_of(4), [(S0,), (R,)])
         layout += specs(grid_of(2, 2), [(S0, S1), (R, S0)])
         for flags in ((True, 0), (False, 1), (False, 0), (True, 5)):
-            twins = Twins(layout, create_dtensor_config(*flags), nesterov=False)
-            self.assertTrainsAlike(twins, 2, f"{flags}")
+            with self.subTest(flags=flags):
+                twins = Twins(layout, create_dtensor_config(*flags), nesterov=False)
+                self.assertTrainsAlike(twins, 2, f"{flags}")
 
     def test_plain_tensors_beside_dtensors(self):
         placed = specs(mesh_of(4), [(S0,)], [(8, 8), (3, 4)])
@@ -185,14 +186,16 @@ class TestMuonPartial(OnCPU):
             (mesh_of(4), (P,), {"summed": False}),
             (grid, (S1, P), {"summed": False}),
         ):
-            self.check(mesh, placements, **options)
+            with self.subTest(mesh=mesh, placements=placements):
+                self.check(mesh, placements, **options)
 
     def test_each_kind_of_placement_at_once(self):
         for single, placements in itertools.product(
             (S0, R), itertools.permutations((P, S0, R))
         ):
-            sizes = [1 if placement is single else 2 for placement in placements]
-            self.check(grid_of(*sizes), placements)
+            with self.subTest(placements=placements):
+                sizes = [1 if placement is single else 2 for placement in placements]
+                self.check(grid_of(*sizes), placements)
 
     def test_contributions_are_added_in_the_order_of_the_group(self):
         def terms(seed, shape, coordinate):
@@ -230,13 +233,14 @@ class TestMuonFunctions(OnCPU):
     def check_round_trips(self, twins, unused):
         """An unused config, and one before and after a step."""
         for config in (unused, twins.config, twins.config):
-            for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
-                config.state["current_param_idx"] = i
-                with self.everywhere(f"{spec}"):
-                    self.check_round_trip(config, param.detach(), spec)
-            del config.state["current_param_idx"]
-            twins.step()
-            self.assertParity(twins)
+            with self.subTest(config=config):
+                for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                    config.state["current_param_idx"] = i
+                    with self.everywhere(f"{spec}"):
+                        self.check_round_trip(config, param.detach(), spec)
+                del config.state["current_param_idx"]
+                twins.step()
+                self.assertParity(twins)
 
     def test_gather_then_redistribute_is_the_identity(self):
         dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
@@ -249,24 +253,26 @@ class TestMuonFunctions(OnCPU):
             ("ddp", "fsdp", "balanced"),
             ("tp", "cp", "last"),
         ):
-            strategy = common_muon.Strategy(grid_of(2, 2), *kinds)
-            twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
-            dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
-            self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
+            with self.subTest(how=how, kinds=kinds):
+                strategy = common_muon.Strategy(grid_of(2, 2), *kinds)
+                twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
+                dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
+                self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
 
     def test_gather_of_another_tensor(self):
         """Only some ranks' pieces have another shape than before."""
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
         for rows in (7, 8, 6, 8):
-            full = torch.arange(3.0 * rows).view(rows, 3).neg()
-            piece = full.tensor_split(4)[self.rank]
-            if rows == 6:
-                config.assign_fn([piece], config.state)
-            whole = config.gather_fn(piece, 0, config.state)
-            with self.everywhere(f"{rows} rows"):
-                self.assertTrue(torch.equal(whole, full))
-                # The first zero is negative.
-                self.assertTrue(torch.equal(whole.signbit(), full.signbit()))
+            with self.subTest(rows=rows):
+                full = torch.arange(3.0 * rows).view(rows, 3).neg()
+                piece = full.tensor_split(4)[self.rank]
+                if rows == 6:
+                    config.assign_fn([piece], config.state)
+                whole = config.gather_fn(piece, 0, config.state)
+                with self.everywhere(f"{rows} rows"):
+                    self.assertTrue(torch.equal(whole, full))
+                    # The first zero is negative.
+                    self.assertTrue(torch.equal(whole.signbit(), full.signbit()))
         # The first reader needs this rank's matrices of a stack only.
         stack, other = torch.arange(60.0).view(5, 4, 3), create_dtensor_config()
         piece = place(stack, Spec((5, 4, 3), mesh_of(4), (S0,)))
@@ -307,16 +313,19 @@ class TestMuonFunctions(OnCPU):
             return update
 
         for redistribute in (sent, lambda update, owner, state: update):
-            functions = lambda p, s: {0: [0]}, lambda t, owner, s: t, redistribute
-            param = nn.Parameter(torch.ones(4, 4))
-            param.grad = torch.eye(4)
-            muon = Muon([param], distributed_config=DistributedConfig(*functions, {}))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                muon.step()
-            warned = any("diverge" in str(w.message) for w in caught)
-            with self.everywhere():
-                self.assertEqual(warned, redistribute is not sent and self.rank > 0)
+            with self.subTest(redistribute=redistribute):
+                functions = lambda p, s: {0: [0]}, lambda t, owner, s: t, redistribute
+                param = nn.Parameter(torch.ones(4, 4))
+                param.grad = torch.eye(4)
+                muon = Muon(
+                    [param], distributed_config=DistributedConfig(*functions, {})
+                )
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    muon.step()
+                warned = any("diverge" in str(w.message) for w in caught)
+                with self.everywhere():
+                    self.assertEqual(warned, redistribute is not sent and self.rank > 0)
 
     def test_wrapper_that_changes_the_dtype(self):
         """The other ranks read the owner's bits as bfloat16."""
