@@ -123,13 +123,14 @@ class TestMuonImports(TestCase):
         """Factories, and a Muon with a config, import what they need."""
         config = f"{ENGINE}.config"
         for name in ("_muon", "_newton_schulz", "muon", "_muon_engine/config"):
-            tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
-            kinds = ast.Import, ast.ImportFrom
-            loaded = [node for node in tree.body if isinstance(node, kinds)]
-            for found in imports_of(ast.Module(loaded, [])):
-                if not found.startswith(config):
-                    pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
-                    self.assertNotRegex(found, pattern)
+            with self.subTest(name=name):
+                tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
+                kinds = ast.Import, ast.ImportFrom
+                loaded = [node for node in tree.body if isinstance(node, kinds)]
+                for found in imports_of(ast.Module(loaded, [])):
+                    if not found.startswith(config):
+                        pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
+                        self.assertNotRegex(found, pattern)
 
     def test_only_layouts_know_frameworks(self):
         for name, (tree, _) in modules().items():

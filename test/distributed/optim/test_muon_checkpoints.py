@@ -251,27 +251,28 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         uninterrupted, job = Job("alone", 1, 0, **OPTIONS), None
         names = dict(uninterrupted.model.named_parameters())
         for number, (kind, ranks) in enumerate(JOURNEY):
-            if job is not None:
-                job.save(f"{folder}/{number}")
-            # On all ranks, idle ones, too.
-            mesh_of(ranks)
-            grid_of(2, 2)
-            dist.barrier()
-            works, job = self.rank < ranks, None
-            if works:
-                # After the first one, a job has other values until it loads.
-                job = Job(kind, ranks, number, **({} if number else OPTIONS))
-                if number:
-                    job.load(f"{folder}/{number}")
-            gradients = {
-                name: common_muon.full(100 * number + i, param.shape)
-                for i, (name, param) in enumerate(names.items())
-            }
-            uninterrupted.step(gradients)
-            if works:
-                job.step(gradients)
-            problems = job.problems(uninterrupted) if works else []
-            self.assertEverywhere(problems, f"{kind} on {ranks}")
+            with self.subTest(number=number, kind=kind, ranks=ranks):
+                if job is not None:
+                    job.save(f"{folder}/{number}")
+                # On all ranks, idle ones, too.
+                mesh_of(ranks)
+                grid_of(2, 2)
+                dist.barrier()
+                works, job = self.rank < ranks, None
+                if works:
+                    # After the first one, a job has other values until it loads.
+                    job = Job(kind, ranks, number, **({} if number else OPTIONS))
+                    if number:
+                        job.load(f"{folder}/{number}")
+                gradients = {
+                    name: common_muon.full(100 * number + i, param.shape)
+                    for i, (name, param) in enumerate(names.items())
+                }
+                uninterrupted.step(gradients)
+                if works:
+                    job.step(gradients)
+                problems = job.problems(uninterrupted) if works else []
+                self.assertEverywhere(problems, f"{kind} on {ranks}")
 
 
 if __name__ == "__main__":

@@ -86,17 +86,19 @@ class TestMuonCoreAlone(common_muon.OnCPU):
         """The test would show nothing otherwise."""
         with without_features(), self.everywhere():
             for name in FEATURES:
-                with self.assertRaises(ImportError):
-                    __import__(f"torch.optim._muon_engine.{name}")
+                with self.subTest(name=name):
+                    with self.assertRaises(ImportError):
+                        __import__(f"torch.optim._muon_engine.{name}")
 
     def test_dtensors(self):
         for mesh, placements in (
             (mesh_of(4), [(S0,), (S1,), (R,)]),
             (grid_of(2, 2), [(S0, S1), (R, S0), (S1, R)]),
         ):
-            with without_features():
-                twins = Twins(specs(mesh, placements))
-                self.assertTrainsAlike(twins, 3, f"{placements}")
+            with self.subTest(mesh=mesh, placements=placements):
+                with without_features():
+                    twins = Twins(specs(mesh, placements))
+                    self.assertTrainsAlike(twins, 3, f"{placements}")
 
     def test_fully_shard(self):
         torch.manual_seed(0)

@@ -55,16 +55,17 @@ class TestMuonExchange(OnCPU):
 
     def test_each_matrix_is_orthogonalized_once(self):
         for parallel in (True, False):
-            twins = Twins(self.placed(), create_dtensor_config(parallel))
-            twins.set_gradients()
-            with NewtonSchulzCalls() as calls:
-                twins.optimizer.step()
-            owned = twins.optimizer.assignments
-            for rank, shapes in enumerate(everyone(calls.shapes)):
-                expected = sorted(twins.specs[i].shape for i in owned[rank])
-                self.assertEqual(sorted(shapes), expected)
-            every = sorted(itertools.chain(*owned.values()))
-            self.assertEqual(every, [*range(len(twins.specs))])
+            with self.subTest(parallel=parallel):
+                twins = Twins(self.placed(), create_dtensor_config(parallel))
+                twins.set_gradients()
+                with NewtonSchulzCalls() as calls:
+                    twins.optimizer.step()
+                owned = twins.optimizer.assignments
+                for rank, shapes in enumerate(everyone(calls.shapes)):
+                    expected = sorted(twins.specs[i].shape for i in owned[rank])
+                    self.assertEqual(sorted(shapes), expected)
+                every = sorted(itertools.chain(*owned.values()))
+                self.assertEqual(every, [*range(len(twins.specs))])
 
     def test_hsdp_orthogonalizes_once_and_not_per_replica(self):
         twins = Twins(specs(grid_of(2, 2), [(R, S0)], [(8, 8)] * 4))
@@ -82,11 +83,14 @@ class TestMuonExchange(OnCPU):
     def test_two_collectives_a_bucket_and_one_of_statuses(self):
         # One matrix for each owner is one bucket, and four are four buckets.
         for count in (1, 4):
-            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
-            seen = self.collectives_of_a_step(twins)
-            expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
-            self.assertEqual(seen.names, expected)
-            self.assertEqual({call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)})
+            with self.subTest(count=count):
+                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
+                seen = self.collectives_of_a_step(twins)
+                expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
+                self.assertEqual(seen.names, expected)
+                self.assertEqual(
+                    {call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)}
+                )
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
         self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
@@ -95,8 +99,9 @@ class TestMuonExchange(OnCPU):
         usual = self.collectives_of_a_step(twins)
         self.assertEqual(everyone(usual.names), [usual.names] * 4)
         for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
-            now = self.collectives_of_a_step(twins, missing)
-            self.assertEqual(now.launches, usual.launches)
+            with self.subTest(missing=missing):
+                now = self.collectives_of_a_step(twins, missing)
+                self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
         common_muon.as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
@@ -151,22 +156,23 @@ class TestMuonExchange(OnCPU):
         self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, named)
         self.assertTrainsAlike(twins)
         for look in (Muon.step, Muon.state_dict, Muon.synchronize):
-            twins = Twins(placed, weight_decay=0.2, foreach=False)
-            twins.step()
-            common_muon.as_on_an_accelerator(twins.optimizer)
-            self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
-            twins.set_gradients(one_missing)
-            with self.everywhere():
-                with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                    twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, named):
-                    look(twins.optimizer)
-                # Raised once. After that, state_dict() only warns, so that a user can save.
-                with self.assertLogs("torch.optim.muon", "WARNING") as seen:
-                    twins.optimizer.state_dict()
-                self.assertRegex(seen.output[0], named)
-                with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
-                    twins.optimizer.step()
+            with self.subTest(look=look):
+                twins = Twins(placed, weight_decay=0.2, foreach=False)
+                twins.step()
+                common_muon.as_on_an_accelerator(twins.optimizer)
+                self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
+                twins.set_gradients(one_missing)
+                with self.everywhere():
+                    with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                        twins.optimizer.step()
+                    with self.assertRaisesRegex(RuntimeError, named):
+                        look(twins.optimizer)
+                    # Raised once. After that, state_dict() only warns, so that a user can save.
+                    with self.assertLogs("torch.optim.muon", "WARNING") as seen:
+                        twins.optimizer.state_dict()
+                    self.assertRegex(seen.output[0], named)
+                    with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
+                        twins.optimizer.step()
 
 
 @contextlib.contextmanager
@@ -208,9 +214,10 @@ class TestMuonRelays(OnCPU):
         with self.everywhere():
             names = {"all_to_all_single", "broadcast"}
             for recorded in (connections, seen):
-                self.assertEqual({*recorded.names}, {*names, "all_reduce"})
-                for call in recorded.calls:
-                    self.assertLessEqual(call.peers, mine)
+                with self.subTest(recorded=recorded):
+                    self.assertEqual({*recorded.names}, {*names, "all_reduce"})
+                    for call in recorded.calls:
+                        self.assertLessEqual(call.peers, mine)
             exchanged, passed_on = (
                 sum(c.nbytes // c.itemsize for c in seen.calls if c.name == name)
                 for name in ("all_to_all_single", "broadcast")
@@ -286,7 +293,8 @@ class TestMuonDescribe(OnCPU):
             r"[Ff]rozen, and not in the schedule: parameter 1 'layers\.1'",
             "one owner at a time",
         ):
-            self.assertRegex(page, words)
+            with self.subTest(words=words):
+                self.assertRegex(page, words)
 
     def test_share_of_the_model(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
@@ -340,7 +348,8 @@ class TestMuonDescribe(OnCPU):
             twins.step()
         found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
         for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
-            self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
+            with self.subTest(phase=phase):
+                self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
 
 
 # Bounds the time that members would wait for each other under different names.
@@ -380,7 +389,8 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
         before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
         for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2, 3]):
-            self.assertMeet(ranks, made(ranks), f"{ranks}")
+            with self.subTest(ranks=ranks):
+                self.assertMeet(ranks, made(ranks), f"{ranks}")
         # Members may list the ranks in different orders.
         self.assertMeet([0, 1, 2], made([2, 0, 1] if self.rank == 0 else [0, 1, 2]))
         # As the fifth positional argument, and without ranks.
