@@ -65,9 +65,10 @@ def agree(
     """
     groups, serials = agreement.groups, agreement.serials
     # If one group fails, this rank leaves a note for the ranks of all, which the next optimizer must not read.
-    for ranks in (ranks for ranks in sharing if len(ranks) > 1):
-        serials[ranks] = counters_of(ranks).optimizers
-        counters_of(ranks).optimizers += 1
+    for ranks in sharing:
+        if len(ranks) > 1:
+            serials[ranks] = counters_of(ranks).optimizers
+            counters_of(ranks).optimizers += 1
     for ranks in larger_first(sharing):
         groups[ranks] = None
         if len(ranks) == 1:

@@ -70,11 +70,13 @@ def spanning_group(
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
-    candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
+    candidates = sorted({*candidates}, key=_description_and_name)
     backend = dist.get_backend_config(candidates[0] if candidates else None)
+    existing = list(candidates)
     # The default group may have another backend, for other devices.
-    is_alike = dist.get_backend_config() == backend
-    for group in [*candidates, *[distributed_c10d._get_default_group()] * is_alike]:
+    if dist.get_backend_config() == backend:
+        existing.append(distributed_c10d._get_default_group())
+    for group in existing:
         if group_ranks(group) == ranks:
             return group
     made = of_world("groups")
@@ -91,6 +93,10 @@ def spanning_group(
                 group_desc=f"muon {shared}",
             )
     return made[key]
+
+
+def _description_and_name(group: ProcessGroup) -> tuple[str, str]:
+    return group.group_desc, group.group_name
 
 
 @contextmanager
@@ -130,10 +136,14 @@ def counters_of(ranks: Ranks) -> Counters:
 
 def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
     """The longest timeout among ``groups``; None, the default, if they have none."""
-    backends = [g._get_backend(device) for g in groups for device in g._device_types]
-    options = [getattr(backend, "options", None) for backend in backends]
-    timeouts = [getattr(of_backend, "_timeout", None) for of_backend in options]
-    return max((t for t in timeouts if t is not None), default=None)
+    timeouts: list[timedelta] = []
+    for group in groups:
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            timeout = getattr(options, "_timeout", None)
+            if timeout is not None:
+                timeouts.append(timeout)
+    return max(timeouts, default=None)
 
 
 def ranks_per_node() -> int:

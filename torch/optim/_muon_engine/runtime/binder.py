@@ -49,7 +49,9 @@ class Binder:
         # The memory of the largest batch, in bytes.
         self._whole: Any = None
 
-    def bind(self, formulas: Sequence[Any]) -> dict[LocalBucket, BoundBucket]:
+    def bind(
+        self, formulas: Mapping[int, Any] | Sequence[Any]
+    ) -> dict[LocalBucket, BoundBucket]:
         """Binds all buckets, with the batches that the ``formulas`` of each parameter group allow."""
         batches_of: dict[LocalBucket, list[list[LocalMatrix]]] = {}
         for bucket in self._buckets:
@@ -64,7 +66,7 @@ class Binder:
         return bound
 
     def _batches(
-        self, bucket: LocalBucket, formulas: Sequence[Any]
+        self, bucket: LocalBucket, formulas: Mapping[int, Any] | Sequence[Any]
     ) -> list[list[LocalMatrix]]:
         """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
         by_kind: dict[Hashable, list[list[LocalMatrix]]] = {}

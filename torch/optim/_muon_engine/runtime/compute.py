@@ -35,7 +35,7 @@ class MuonCompute:
         self._compute_keys: dict[int, Hashable] = {}
         self._bound: Mapping[LocalBucket, BoundBucket] = {}
 
-    def bind(self, formulas: Sequence[Any]) -> bool:
+    def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> bool:
         """Binds the work again if the options of batches have changed. Returns whether they have."""
         keys = {group: formulas[group].compute_key for group in self._groups}
         if keys == self._compute_keys:

@@ -92,10 +92,7 @@ def two_level_all_to_all(
             arriving,
             leaving,
             [sum(row) for row in passed],
-            [
-                sum(sizes_by_rail[at : at + nodes])
-                for at in range(0, len(chunks), nodes)
-            ],
+            _sums(sizes_by_rail, nodes),
             node,
         )
         if first is not None:
@@ -106,10 +103,7 @@ def two_level_all_to_all(
         second = all_to_all(
             recv,
             passing,
-            [
-                sum(recv_sizes[at : at + width])
-                for at in range(0, len(recv_sizes), width)
-            ],
+            _sums(recv_sizes, width),
             [sum(column) for column in zip(*passed)],
             rail,
         )
@@ -120,4 +114,12 @@ def two_level_all_to_all(
 
 def _transposed(row_major: Sequence, width: int) -> list:
     """The elements of a table with rows of ``width``, column by column."""
-    return [element for at in range(width) for element in row_major[at::width]]
+    column_major: list = []
+    for column in range(width):
+        column_major += row_major[column::width]
+    return column_major
+
+
+def _sums(sizes: Sequence[int], width: int) -> list[int]:
+    """The sum of each row of a table with rows of ``width``."""
+    return [sum(sizes[at : at + width]) for at in range(0, len(sizes), width)]

@@ -18,7 +18,7 @@ from .matrices import matrices_of
 from .memory import Memory
 from .params import Param, StepInputs
 from .statuses import side_channel
-from .transport import InFlight, local_buckets
+from .transport import InFlight, local_buckets, LocalBucket
 
 
 class PackedStep:
@@ -45,44 +45,38 @@ class PackedStep:
         self._ordered = ordered
         groups = agreement.groups
         matrices = matrices_of(schedule, params, rank)
-        by_index = local_buckets(
+        # This rank's buckets, by their index in the schedule.
+        self._by_index = local_buckets(
             schedule, matrices, rank, groups, self.memory, slots_for(prefetch_count)
         )
-        self.buckets = list(by_index.values())
+        self.buckets = list(self._by_index.values())
         # What follows asks the matrices and buckets for what is attached here.
         self._attach(schedule, matrices.values(), groups, rank)
         self.side_channel = side_channel(list(matrices.values()), agreement, device)
-        self._shared_matrices = [
-            matrix
-            for statuses in self.side_channel.statuses
-            for matrix in statuses.matrices
-        ]
-        relays = [relay for bucket in self.buckets for relay in bucket.relays]
         # All that may have collectives in flight.
-        self._flights: list[InFlight] = [
-            *self.side_channel.statuses,
-            *self.buckets,
-            *relays,
-        ]
+        self._flights: list[InFlight] = [*self.side_channel.statuses, *self.buckets]
+        for bucket in self.buckets:
+            self._flights += bucket.relays
         # The group of each bucket, and the order of all ranks.
         self._ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
-        is_debugging = schedule.one_owner_at_a_time and prefetch_count == 0
-        self._order = step_order(self._ranks_of_buckets, prefetch_count, is_debugging)
-        # This rank's buckets, by their index in the schedule.
-        self._by_index = by_index
-        in_order_of_gathers = [
-            by_index[operation.bucket]
-            for operation in self._order
-            if operation.phase is Phase.GATHER and operation.bucket in by_index
-        ]
-        binder = Binder(in_order_of_gathers, params, rank, self.memory)
+        self._order = step_order(
+            self._ranks_of_buckets,
+            prefetch_count,
+            one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
+        )
+        binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
         groups_of_params = {matrix.group for matrix in matrices.values()}
         self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
         self._executor: Any = None
-        formulas = {param.group: param.formulas for param in params}
-        self._bind(
-            [formulas.get(group) for group in range(max(formulas, default=-1) + 1)]
-        )
+        self._bind({param.group: param.formulas for param in params})
+
+    def _in_order_of_gathers(self) -> list[LocalBucket]:
+        """This rank's buckets as their gathers follow each other."""
+        in_order: list[LocalBucket] = []
+        for phase, index in self._order:
+            if phase is Phase.GATHER and index in self._by_index:
+                in_order.append(self._by_index[index])
+        return in_order
 
     def _attach(
         self,
@@ -122,7 +116,7 @@ class PackedStep:
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
-        self.progress.now = "statuses", self._shared_matrices
+        self.progress.now = "statuses", self.side_channel.matrices
         try:
             return self.side_channel.share(step, inputs)
         except BaseException:
@@ -165,8 +159,10 @@ class PackedStep:
             drain(self._flights)
             raise
 
-    def _bind(self, formulas: Sequence[Any]) -> None:
-        """Makes this rank's list of operations, if the batches are different from those of the last step."""
+    def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
+        """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``
+        are those of each parameter group.
+        """
         if not self.compute.bind(formulas) and self._executor is not None:
             return
         work_of = {}

@@ -234,6 +234,10 @@ class SideChannel:
     def __init__(self, statuses: Sequence[Statuses], device: torch.device) -> None:
         self.statuses = statuses
         self.device = device
+        # All matrices that this rank shares.
+        self.matrices: list[LocalMatrix] = []
+        for of_group in statuses:
+            self.matrices += of_group.matrices
         self.has_run = False
         # Whether the result of the last step has not been read.
         self.is_unread = False
