@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from ..layouts.layout import Layout
 from ..process_groups import listed
@@ -15,6 +14,28 @@ def owners_of(
     world_size: int,
 ) -> list[int]:
     """The owner of each layout. Raises AssertionError unless each index has one rank, ValueError if that lacks a piece."""
+    _check_ranks(assignments, world_size)
+    problems = _problems_with(assignments, described)
+    if problems:
+        raise AssertionError(
+            f"assign_fn must give each of parameters 0 to {len(described) - 1} to exactly one rank; {'; '.join(problems)}"
+        )
+    rank_of: dict[int, int] = {}
+    for rank, indices in assignments.items():
+        rank_of.update(dict.fromkeys(indices, rank))
+    owners: list[int] = []
+    for layout in layouts:
+        owner = rank_of[layout.key.index]
+        if owner not in layout.holders:
+            raise ValueError(
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; ranks {list(layout.holders)} do"
+            )
+        owners.append(owner)
+    return owners
+
+
+def _check_ranks(assignments: Mapping[int, Sequence[int]], world_size: int) -> None:
+    """Raises TypeError or ValueError unless ``assignments`` is a dict of ranks."""
     if not isinstance(assignments, Mapping):
         raise TypeError(
             f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
@@ -24,27 +45,25 @@ def owners_of(
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1}"
             )
-    count = Counter(chain.from_iterable(assignments.values()))
+
+
+def _problems_with(
+    assignments: Mapping[int, Sequence[int]], described: Sequence[str]
+) -> list[str]:
+    """In words, the indices that do not have exactly one rank. ``described`` has the text of each parameter."""
+    count: Counter[int] = Counter()
+    for assigned in assignments.values():
+        for index in assigned:
+            count[index] += 1
     indices = range(len(described))
     wrong = {
         "unknown": sorted(count.keys() - indices),
         "missing": sorted(indices - count.keys()),
-        "assigned more than once": [i for i in indices if count[i] > 1],
+        "assigned more than once": [index for index in indices if count[index] > 1],
     }
-    problems = [
-        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}"
-        for verb, bad in wrong.items()
-        if bad
-    ]
-    if problems:
-        raise AssertionError(
-            f"assign_fn must give each of parameters 0 to {len(described) - 1} to exactly one rank; {'; '.join(problems)}"
-        )
-    by_index = {index: rank for rank, owned in assignments.items() for index in owned}
-    owners = [by_index[layout.key.index] for layout in layouts]
-    for layout, owner in zip(layouts, owners, strict=True):
-        if owner not in layout.holders:
-            raise ValueError(
-                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; ranks {list(layout.holders)} do"
-            )
-    return owners
+    problems: list[str] = []
+    for verb, wrong_indices in wrong.items():
+        if wrong_indices:
+            known = [described[index] for index in wrong_indices if index in indices]
+            problems.append(f"{verb} {wrong_indices}: {listed(known)}")
+    return problems

@@ -39,6 +39,13 @@ class Relay(NamedTuple):
     pack: Pack
 
 
+class SlotBytes(NamedTuple):
+    """The memory of a slot, for the packs of a holder and for those of an owner."""
+
+    as_holder: int
+    as_owner: int
+
+
 class LocalPacks(NamedTuple):
     """All packs of one rank in one bucket."""
 
@@ -56,11 +63,13 @@ class LocalPacks(NamedTuple):
         return self.gather_recv == self.scatter_send
 
     @property
-    def slot_bytes(self) -> tuple[int, int]:
-        """The bytes of a slot that this bucket needs, as a holder and as an owner."""
+    def slot_bytes(self) -> SlotBytes:
+        """The bytes of a slot that this bucket needs."""
+        as_holder = max(self.gather_send.nbytes, self.scatter_recv.nbytes)
         as_owner = self.scatter_send.nbytes + self.own_results.nbytes
-        as_owner += 0 if self.in_place else self.gather_recv.nbytes
-        return max(self.gather_send.nbytes, self.scatter_recv.nbytes), as_owner
+        if not self.in_place:
+            as_owner += self.gather_recv.nbytes
+        return SlotBytes(as_holder, as_owner)
 
 
 def grouped(sized: Iterable[tuple[Any, Any, int]], limit: int) -> dict[Any, list[list]]:
@@ -68,8 +77,11 @@ def grouped(sized: Iterable[tuple[Any, Any, int]], limit: int) -> dict[Any, list
     lists: dict[Any, list[list]] = {}
     room: dict[Any, int] = {}
     for item, key, size in sized:
-        if room.get(key, -1) < size:
-            lists.setdefault(key, []).append([])
+        is_first = key not in lists
+        if is_first:
+            lists[key] = []
+        if is_first or room[key] < size:
+            lists[key].append([])
             room[key] = limit
         room[key] -= size
         lists[key][-1].append(item)
@@ -81,8 +93,15 @@ def slots_for(prefetch_count: int) -> int:
     return prefetch_count + 2
 
 
-def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[tuple[int, int]]:
-    """Bytes of each slot, as in :attr:`LocalPacks.slot_bytes`, for the ``packs`` of a group's buckets in turn."""
+def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[SlotBytes]:
+    """The bytes of each slot, for the ``packs`` of a group's buckets, which take the slots in turn."""
     count = min(len(packs), slots)
-    rings = [zip(*(p.slot_bytes for p in packs[at::count])) for at in range(count)]
-    return [(max(as_holder), max(as_owner)) for as_holder, as_owner in rings]
+    sizes: list[SlotBytes] = []
+    for slot in range(count):
+        as_holder = as_owner = 0
+        for local in packs[slot::count]:
+            needed = local.slot_bytes
+            as_holder = max(as_holder, needed.as_holder)
+            as_owner = max(as_owner, needed.as_owner)
+        sizes.append(SlotBytes(as_holder, as_owner))
+    return sizes

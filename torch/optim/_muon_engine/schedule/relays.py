@@ -1,6 +1,7 @@
 """Which results are relayed along replicas, and how many at once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Ranks, Shards
@@ -9,6 +10,13 @@ from .packs import grouped, Pack, Relay
 
 # Maximum size of one relay, unless a single shard is larger.
 RELAY_BYTES = 64 * 1024**2
+
+
+class _Path(NamedTuple):
+    """The sorted replicas of a shard, and the one of them that received the results. Paths are sorted by these."""
+
+    replicas: Ranks
+    source: int
 
 
 def relays_of(
@@ -20,26 +28,41 @@ def relays_of(
     """The relays along the replicas of ``rank``'s shards of some matrices, in an order that all replicas share.
     ``packed`` makes the pack of the results of matrices.
     """
-    # Each matrix with its (replicas, source) and its bytes.
-    sized: list[tuple[int, tuple[Ranks, int], int]] = []
+    # Each matrix with its path and its bytes.
+    sized: list[tuple[int, _Path, int]] = []
     for matrix, shards in shards_of.items():
         replicas = shards.replicas_of(rank)
-        if len(replicas) > 1 and not shards.is_empty(rank):
-            source = shards.source(rank, owners[matrix])
-            nbytes = shards.numel_of(rank) * NS_DTYPE.itemsize
-            sized.append((matrix, (tuple(sorted(replicas)), source), nbytes))
+        if len(replicas) == 1 or shards.is_empty(rank):
+            continue
+        path = _Path(tuple(sorted(replicas)), shards.source(rank, owners[matrix]))
+        nbytes = shards.numel_of(rank) * NS_DTYPE.itemsize
+        sized.append((matrix, path, nbytes))
+    matrices_of = grouped(sized, RELAY_BYTES)
     relays: list[Relay] = []
-    for (replicas, source), parts in sorted(grouped(sized, RELAY_BYTES).items()):
-        for matrices in parts:
-            relays.append(Relay(replicas, source, packed(matrices)))
+    for path in sorted(matrices_of):
+        for matrices in matrices_of[path]:
+            relays.append(Relay(path.replicas, path.source, packed(matrices)))
     return tuple(relays)
 
 
-def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]:
-    """Bytes of the results that ``rank`` relays in one bucket, and of the largest that it is sent."""
-    sent = received = 0
+class RelayBytes(NamedTuple):
+    """Bytes of the results that a rank relays in one bucket, and of the largest that it is sent."""
+
+    sent: int
+    received: int
+
+
+def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> RelayBytes:
+    """The most bytes of ``relays``, which are those of each bucket."""
+    most_sent = 0
+    largest_received = 0
     for of_bucket in relays:
-        own = sum(relay.pack.nbytes for relay in of_bucket if relay.source == rank)
-        others = [relay.pack.nbytes for relay in of_bucket if relay.source != rank]
-        sent, received = max(sent, own), max([received, *others])
-    return sent, received
+        sent = 0
+        for relay in of_bucket:
+            nbytes = relay.pack.nbytes
+            if relay.source == rank:
+                sent += nbytes
+            else:
+                largest_received = max(largest_received, nbytes)
+        most_sent = max(most_sent, sent)
+    return RelayBytes(most_sent, largest_received)
