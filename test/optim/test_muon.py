@@ -203,22 +203,28 @@ class TestStockParity(MuonTestCase):
         options |= NEW_FLAGS
         for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
             with self.subTest(name=name):
-                mine, other = (
-                    [(p.name, p.default, p.kind) for p in signature.parameters.values()]
-                    for module in (ours, stock())
-                    for signature in [inspect.signature(getattr(module, name))]
-                )
-                self.assertEqual(mine[: len(other)], other)
-                self.assertLessEqual({name for name, *_ in mine[len(other) :]}, options)
+                mine = self.parameters_of(getattr(ours, name))
+                others = self.parameters_of(getattr(stock(), name))
+                first, more = mine[: len(others)], mine[len(others) :]
+                self.assertEqual(first, others)
+                self.assertLessEqual({new for new, *_ in more}, options)
+
+    def parameters_of(self, function):
+        """The name, the default and the kind of each."""
+        found = []
+        for parameter in inspect.signature(function).parameters.values():
+            found.append((parameter.name, parameter.default, parameter.kind))
+        return found
 
     @parametrize("name", ["muon", "_single_tensor_muon"])
     def test_functional(self, name):
         def run(module):
             generator = torch.Generator().manual_seed(3)
-            params, grads, buffers = (
-                [make_matrix(shape, generator=generator) for shape in SHAPES]
-                for _ in range(3)
-            )
+            lists = [], [], []
+            for matrices in lists:
+                for shape in SHAPES:
+                    matrices.append(make_matrix(shape, generator=generator))
+            params, grads, buffers = lists
             for _ in range(3):
                 getattr(module, name)(params, grads, buffers, **FUNCTIONAL)
             return params + buffers + grads
@@ -534,10 +540,16 @@ class TestPublicNames(TestCase):
         public = {name for name in own if not name.startswith("_")}
         presets = {"CUBIC", "DEEPSEEK_V4", "POLAR_EXPRESS"}
         self.assertEqual(public | presets, set(public_module.__all__))
-        documented = "DistributedConfig detect_tp_dims_from_model split_of"
-        documented += " create_auto_config create_dtensor_config"
-        documented += " partition_parameters partition_named_parameters"
-        self.assertEqual(public, set(documented.split()))
+        documented = {
+            "DistributedConfig",
+            "create_auto_config",
+            "create_dtensor_config",
+            "detect_tp_dims_from_model",
+            "partition_named_parameters",
+            "partition_parameters",
+            "split_of",
+        }
+        self.assertEqual(public, documented)
         self.assertTrue(all(getattr(public_module, name).__doc__ for name in public))
         self.assertIs(public_module.Muon, torch.optim.Muon)
         self.assertEqual(Muon.__module__, "torch.optim")

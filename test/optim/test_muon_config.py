@@ -89,14 +89,20 @@ class TestDistributedConfig(MuonTestCase):
 
     def test_refused_arguments(self):
         for names, words in (
-            ("fsdp_process_group shard_process_group", "fsdp_.*shard_process_group"),
-            ("ddp_process_group replicate_process_group", "ddp_.*replicate_process"),
-            ("tp_dim_per_param tp_shard_dim", "tp_dim_per_param.*tp_shard_dim"),
-            ("ep_process_group", "expert_assignments"),
+            (
+                ["fsdp_process_group", "shard_process_group"],
+                "fsdp_.*shard_process_group",
+            ),
+            (
+                ["ddp_process_group", "replicate_process_group"],
+                "ddp_.*replicate_process",
+            ),
+            (["tp_dim_per_param", "tp_shard_dim"], "tp_dim_per_param.*tp_shard_dim"),
+            (["ep_process_group"], "expert_assignments"),
         ):
             with self.subTest(names=names):
                 with self.assertRaisesRegex(ValueError, words):
-                    create_auto_config(**dict.fromkeys(names.split(), 0))
+                    create_auto_config(**dict.fromkeys(names, 0))
         for given, words in (
             ({"expert_assignments": {0: 3, 2: 1}}, r"names.*\[2\].* 2 parameters, no"),
             ({"expert_assignments": {"w": 1}}, r"names parameters \['w'\]"),
@@ -222,14 +228,27 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertNotEqual(param.detach(), before)
 
     def test_groups_of_equal_shapes_keep_their_options(self):
-        options = {"lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "nesterov": False}
-        options |= {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 100.0}
-        options |= {"foreach": False, "adjust_lr_fn": "match_rms_adamw"}
-        each = [{}, {"ns_algorithm": "gram"}, {"ns_algorithm": "symmetric"}]
-        each += [{name: value} for name, value in options.items()]
-        count = 2 * len(each)
-        groups = [{"params": [i, count + i], **own} for i, own in enumerate(each * 2)]
-        shapes, given = [(4, 9)] * 2 * count, {"groups": groups, "foreach": True}
+        options = [
+            {},
+            {"ns_algorithm": "gram"},
+            {"ns_algorithm": "symmetric"},
+            {"lr": 0.5},
+            {"weight_decay": 0.5},
+            {"momentum": 0.5},
+            {"nesterov": False},
+            {"ns_steps": 3},
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            {"eps": 100.0},
+            {"foreach": False},
+            {"adjust_lr_fn": "match_rms_adamw"},
+        ]
+        # Two groups with the same options, of two matrices each, far from each other.
+        count = 2 * len(options)
+        groups = []
+        for index, own in enumerate(options * 2):
+            groups.append({"params": [index, count + index], **own})
+        shapes = [(4, 9)] * 2 * count
+        given = {"groups": groups, "foreach": True}
         with NewtonSchulzCalls():
             for dtype in (torch.float32, torch.bfloat16):
                 with self.subTest(dtype=dtype):
@@ -471,21 +490,27 @@ class TestReplaced(MuonTestCase):
         config = create_auto_config(expert_assignments={2: 7})
         ours = Muon(params, distributed_config=config)
         now = ours.param_groups[0]["params"]
-        for change, moving, places in (
-            (lambda: now.pop(0), params[1], [1]),
-            (now.pop, params[1], []),
-            (lambda: now.append(new), new, []),
-            (lambda: now.append(last), last, []),
-            (lambda: now.append(params[2]), params[2], [3]),
+        for name, change, moving, places in (
+            ("the first one goes", lambda: now.pop(0), params[1], [1]),
+            ("the last one goes", now.pop, params[1], []),
+            ("another one comes", lambda: now.append(new), new, []),
+            ("one more comes", lambda: now.append(last), last, []),
+            ("one comes again", lambda: now.append(params[2]), params[2], [3]),
         ):
-            with self.subTest(change=change, moving=moving, places=places):
+
+            def closure(change=change):
+                change()
+                return 3.5
+
+            with self.subTest(name):
                 before = moving.detach().clone()
-                self.assertEqual(
-                    ours.step(lambda change=change: (change(), 3.5)[1]), 3.5
-                )
+                self.assertEqual(ours.step(closure), 3.5)
                 self.assertNotEqual(moving, before)
-                keys = [layout.key for layout in ours._engine.schedule.layouts]
-                self.assertEqual([k.index for k in keys if k.expert == 7], places)
+                found = []
+                for layout in ours._engine.schedule.layouts:
+                    if layout.key.expert == 7:
+                        found.append(layout.key.index)
+                self.assertEqual(found, places)
 
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]

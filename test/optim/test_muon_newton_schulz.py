@@ -31,21 +31,29 @@ class TestRounding(TestCase):
     def test_order_of_additions(self):
         """A batch, and rows and columns in another order, give other sums: GPUs choose theirs by shape."""
         torch.manual_seed(0)
-        far = []
+        distances = []
         shapes = (8, 8), (16, 12), (9, 13), (32, 32), (64, 64), (128, 128)
         for (rows, columns), rank in itertools.product(shapes, (1, 2, 8, 128)):
             stack = torch.randn(20, rows, rank) @ torch.randn(20, rank, columns)
             stack = stack.bfloat16()
-            one, other = (
-                torch.stack([newton_schulz(m, COEFFICIENTS, 5, 1e-7) for m in matrices])
-                for matrices in (stack, stack.flip(1, 2))
-            )
+            one_by_one = self.one_by_one(stack)
+            turned = self.one_by_one(stack.flip(1, 2))
             batch = newton_schulz(stack, COEFFICIENTS, 5, 1e-7)
-            for same in (batch, other.flip(1, 2)):
-                far += ((same - one).norm(dim=(1, 2)) / one.norm(dim=(1, 2))).tolist()
-        self.assertGreater(max(far), 0)
-        self.assertLess(max(far), common_config.ROUNDING)
-        self.assertLess(sorted(far)[-len(far) // 100], common_config.ROUNDING / 2)
+            for same in (batch, turned.flip(1, 2)):
+                distance = (same - one_by_one).norm(dim=(1, 2))
+                relative = distance / one_by_one.norm(dim=(1, 2))
+                distances += relative.tolist()
+        distances.sort()
+        self.assertGreater(distances[-1], 0)
+        self.assertLess(distances[-1], common_config.ROUNDING)
+        # One of a hundred is farther.
+        rare = distances[-len(distances) // 100]
+        self.assertLess(rare, common_config.ROUNDING / 2)
+
+    def one_by_one(self, matrices):
+        """Newton-Schulz of each matrix alone."""
+        results = [newton_schulz(each, COEFFICIENTS, 5, 1e-7) for each in matrices]
+        return torch.stack(results)
 
 
 def spectrum(kind, rows, columns):
@@ -61,19 +69,21 @@ def spectrum(kind, rows, columns):
     return u @ torch.diag(torch.where(ranks > 8, 1e-3, 1.0)) @ v
 
 
+def safe(a, b, c):
+    """Coefficients for singular values that rounding has made larger than one."""
+    return a / 1.01, b / 1.01**3, c / 1.01**5
+
+
 class TestGramNewtonSchulz(TestCase):
     """``ns_algorithm="gram"``, and coefficients for each step."""
 
     # The first five of https://arxiv.org/abs/2505.16932, with the safety factor for bfloat16.
     POLAR_EXPRESS = [
-        (a / 1.01, b / 1.01**3, c / 1.01**5)
-        for a, b, c in [
-            (8.28721201814563, -23.595886519098837, 17.300387312530933),
-            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        ]
+        safe(8.28721201814563, -23.595886519098837, 17.300387312530933),
+        safe(4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        safe(3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        safe(3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        safe(2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     ]
 
     def test_distance_from_the_exact_polynomial(self):
@@ -99,7 +109,7 @@ class TestGramNewtonSchulz(TestCase):
                 self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
         # Three iterates and a Gram matrix, or two and five.
         nbytes = [newton_schulz_bytes((4, long), "gram") for long in (64, 8)]
-        self.assertEqual(nbytes, [2 * (3 * 256 + 16), 2 * (2 * 32 + 5 * 16)])
+        self.assertEqual(nbytes, [1568, 288])
 
     def test_nearly_square_matrices_keep_the_quintic(self):
         for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:

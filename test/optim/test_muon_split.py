@@ -74,10 +74,10 @@ class TestMuonSplit(TestCase):
     def build(self, **options):
         """An optimizer of whole weights, and one of their parts as parameters of their own."""
         self.whole = [nn.Parameter(randn(1, *shape)) for shape, _ in FORMS]
-        self.parts = [
-            [nn.Parameter(p.clone()) for p in parts_of(whole.detach(), **form)]
-            for whole, (_, form) in zip(self.whole, FORMS)
-        ]
+        self.parts = []
+        for whole, (_, form) in zip(self.whole, FORMS, strict=True):
+            parts = parts_of(whole.detach(), **form)
+            self.parts.append([nn.Parameter(part.clone()) for part in parts])
         options = {"lr": 0.1, "allow_batched_matrices": True, **options}
         groups = [{"params": [p], **form} for p, (_, form) in zip(self.whole, FORMS)]
         alone = [{"params": parts} for parts in self.parts]
@@ -353,9 +353,8 @@ class TestMuonSplit(TestCase):
                             )
                             for products in (torchs, SymmetricProducts)
                         )
-                        difference = (
-                            plain - symmetric
-                        ).float().norm() / plain.float().norm()
+                        distance = (plain - symmetric).float().norm()
+                        difference = distance / plain.float().norm()
                         # Other CPUs round a product by the size of its blocks.
                         most = 0 if _has_same_bits() or shape == (64, 96) else 0.02
                         self.assertLessEqual(difference, most, f"{shape} {algorithm}")

@@ -5,6 +5,7 @@ Each check runs on a CPU over gloo. The classes ``...OnGPUs`` run the same check
 one rank, and four ranks that share the GPU test over gloo what Muon sends.
 """
 
+import itertools
 import time
 import unittest
 
@@ -315,9 +316,8 @@ class TestMuonFunctional(OnCPU):
         placed = specs(mesh_of(self.world_size), [(S0,), (S1,), (R,)])
         wholes, lists = {}, {}
         for number, kind in enumerate(("parameters", "gradients", "momenta")):
-            wholes[kind] = [
-                full(10 * i + number, spec.shape) for i, spec in enumerate(placed)
-            ]
+            seeds = itertools.count(number, 10)
+            wholes[kind] = [full(next(seeds), spec.shape) for spec in placed]
             lists[kind] = [place(w, spec) for w, spec in zip(wholes[kind], placed)]
         starts = [whole.clone() for whole in wholes["parameters"]]
         config = create_dtensor_config()

@@ -98,12 +98,11 @@ class TestMuonDivided(OnCPU):
             numbers = torch.arange(math.prod(spec.shape)).view(spec.shape)
             elements = piece_of(numbers, spec)
             here[i, hash(tuple(elements.flatten().tolist()))] = piece
-        apart = [
-            key
-            for other in common_muon.everyone(here)
-            for key in other.keys() & here.keys()
-            if not torch.equal(other[key], here[key])
-        ]
+        apart = []
+        for others in common_muon.everyone(here):
+            for key in others.keys() & here.keys():
+                if not torch.equal(others[key], here[key]):
+                    apart.append(key)
         self.assertEverywhere(apart, f"{message}: replicas differ")
         distances = torch.zeros(2, len(TO_DIVIDE), dtype=torch.float64)
         for i, (spec, single, (_, form)) in enumerate(

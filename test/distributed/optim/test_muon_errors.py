@@ -228,10 +228,13 @@ class TestMuonMistakes(MistakesTestCase):
             DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
             for group, name in zip(groups, ("a", "b"), strict=True)
         ]
+        first, second = meshes
         given = [
-            (f"w{i}", parameter(Spec((8, 8), m, (S0,)))) for i, m in enumerate(meshes)
+            ("w0", parameter(Spec((8, 8), first, (S0,)))),
+            ("w1", parameter(Spec((8, 8), second, (S0,)))),
         ]
-        given = given if self.rank else given[::-1]
+        if self.rank == 0:
+            given.reverse()
         build = functools.partial(Muon, given, distributed_config="auto")
         pattern = "name is w1 on rank 0 and w0 on rank 1"
         self.assertRaisesEverywhere(build, ValueError, pattern)

@@ -45,26 +45,27 @@ from torch.testing._internal.distributed._muon.common_muon import (
 class TestMuonStepMistakes(MistakesTestCase):
     def test_optimizers_stepped_in_different_orders(self):
         mesh = mesh_of(4)
-        for size, counts in ((8, (1, 1)), (4, (2, 260))):
-            with self.subTest(size=size, counts=counts):
-                both = [
-                    Twins([Spec((size, 8), mesh, (S0,))] * count) for count in counts
-                ]
+        pattern = "step different optimizers.*in the same order"
+        for size, count, its_count in ((8, 1, 1), (4, 2, 260)):
+            with self.subTest(size=size, count=count, its_count=its_count):
+                spec = Spec((size, 8), mesh, (S0,))
+                both = [Twins([spec] * count), Twins([spec] * its_count)]
                 for twins in both:
                     twins.step()
                     self.assertParity(twins)
                 before = [snapshot(twins.params) for twins in both]
                 for twins in both:
                     twins.set_gradients()
-                order = both[::-1] if self.rank == 2 else both
+                if self.rank == 2:
+                    order = reversed(both)
+                else:
+                    order = both
                 for twins in order:
-                    self.assertRaisesEverywhere(
-                        twins.optimizer.step,
-                        RuntimeError,
-                        "step different optimizers.*in the same order",
-                    )
-                with self.everywhere(f"{counts}"):
-                    self.assertEqual([snapshot(twins.params) for twins in both], before)
+                    step = twins.optimizer.step
+                    self.assertRaisesEverywhere(step, RuntimeError, pattern)
+                after = [snapshot(twins.params) for twins in both]
+                with self.everywhere():
+                    self.assertEqual(after, before)
 
     def test_mismatch_in_many_matrices(self):
         """Those after the first 256 have a further collective."""
@@ -218,7 +219,8 @@ class TestMuonReplicas(MistakesTestCase):
         self.give_gradients(params)
         with self.everywhere():
             muon.step()
-        self.assertEqual(len(set(everyone(params[1].sum().item()))), 1)
+        sums = everyone(params[1].sum().item())
+        self.assertEqual(len(set(sums)), 1)
 
     def test_values_are_compared_when_they_first_move(self):
         """Ranks that held different further groups compared different things."""

@@ -244,7 +244,8 @@ class TestMuonFSDP1(common_muon.OnCPU):
                 )
                 self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
         # Only the units know the groups in which a rank reports its error.
-        config, lr = create_auto_config(module=orig), 1.0 - 2 * (self.rank == 1)
+        config = create_auto_config(module=orig)
+        lr = -1.0 if self.rank == 1 else 1.0
         build = partial(Muon, matrices, lr=lr, distributed_config=config)
         self.assertRaisesEverywhere(build, ValueError, "Learning rate should be")
         # Another optimizer over the same ranks works.

@@ -87,6 +87,61 @@ class TestMuonDTensorLayouts(OnCPU):
         self.assertTrainsAlike(twins)
 
 
+class SummedMatrices:
+    """Matrices of which each rank holds a contribution, on a mesh with some Partial placements."""
+
+    def __init__(self, mesh, placements, terms):
+        self.mesh, self.placements, self.terms = mesh, placements, terms
+        self.partial_dims = []
+        # As ``placements``, but each rank holds the values themselves.
+        self.alike = []
+        for dim, placement in enumerate(placements):
+            if placement.is_partial():
+                self.partial_dims.append(dim)
+                self.alike.append(R)
+            else:
+                self.alike.append(placement)
+
+    def coordinate_of(self, rank):
+        """Which of the contributions a rank has a part of."""
+        (where,) = (self.mesh.mesh == rank).nonzero().tolist()
+        return tuple(where[dim] for dim in self.partial_dims)
+
+    def coordinates(self):
+        ranks = self.mesh.mesh.flatten().tolist()
+        return sorted({self.coordinate_of(rank) for rank in ranks})
+
+    def piece(self, whole):
+        """This rank's part of a contribution."""
+        return piece_of(whole, Spec(whole.shape, self.mesh, tuple(self.alike)))
+
+    def place(self, whole):
+        """A DTensor to which this rank contributes ``whole``."""
+        return DTensor.from_local(
+            self.piece(whole),
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+
+    def gradient(self, index, coordinate, summed=True):
+        """That of a rank at ``coordinate``: a contribution, or without ``summed`` all of it."""
+        shape = TERMS[index]
+        if summed:
+            return self.place(self.terms(100 + index, shape, coordinate))
+        everywhere = Spec(shape, self.mesh, [R] * self.mesh.ndim)
+        return place(self.terms(100 + index, shape, ()), everywhere)
+
+    def whole_gradient(self, index, summed=True):
+        coordinates = self.coordinates() if summed else [()]
+        total = 0
+        for coordinate in coordinates:
+            total = total + self.terms(100 + index, TERMS[index], coordinate)
+        return total
+
+
 class TestMuonPartial(OnCPU):
     def check(
         self,
@@ -105,27 +160,13 @@ class TestMuonPartial(OnCPU):
         """
         # Halves of integers stay exact, and so do their sums.
         options = {"lr": 0.25, "weight_decay": 0.5, "momentum": 0.5, **options}
-        partial = [dim for dim, p in enumerate(placements) if p.is_partial()]
-        alike = tuple(R if p.is_partial() else p for p in placements)
-
-        def coordinate(rank):
-            (where,) = (mesh.mesh == rank).nonzero().tolist()
-            return tuple(where[dim] for dim in partial)
-
-        def placed(whole):
-            piece = piece_of(whole, Spec(whole.shape, mesh, alike))
-            like = {"shape": whole.shape, "stride": whole.stride()}
-            return DTensor.from_local(piece, mesh, placements, run_check=False, **like)
-
-        mine = coordinate(self.rank)
-        everywhere = sorted({coordinate(r) for r in mesh.mesh.flatten().tolist()})
-        values = [placed(terms(i, shape, mine)) for i, shape in enumerate(TERMS)]
-        params = list(map(torch.nn.Parameter, values))
-        for i, param in enumerate(params, 100):
-            param.grad = placed(terms(i, param.shape, mine))
-            if not summed:
-                whole = Spec(param.shape, mesh, [R] * mesh.ndim)
-                param.grad = place(terms(i, param.shape, ()), whole)
+        matrices = SummedMatrices(mesh, placements, terms)
+        mine = matrices.coordinate_of(self.rank)
+        params = []
+        for index, shape in enumerate(TERMS):
+            param = nn.Parameter(matrices.place(terms(index, shape, mine)))
+            param.grad = matrices.gradient(index, mine, summed)
+            params.append(param)
         # Contributions are no replicas, whatever the group.
         ddp = None if mesh.size() == 4 else grid_of(2, 2).get_group("a")
         config = create_auto_config(ddp_process_group=ddp)
@@ -135,37 +176,48 @@ class TestMuonPartial(OnCPU):
         with common_config.NewtonSchulzCalls() as calls, Recorder() as seen:
             optimizer.step()
         problems = []
-        for i, param in enumerate(params):
-            owner = coordinate(optimizer.matrix_owners[i, 0])
-            single = torch.nn.Parameter(terms(i, param.shape, owner))
-            places = everywhere if summed else [()]
-            single.grad = sum(terms(100 + i, param.shape, each) for each in places)
-            its = Muon([single], **options)
-            its.step()
+        for index, param in enumerate(params):
+            owner = matrices.coordinate_of(optimizer.matrix_owners[index, 0])
+            single = nn.Parameter(terms(index, param.shape, owner))
+            single.grad = matrices.whole_gradient(index, summed)
+            alone = Muon([single], **options)
+            alone.step()
             expected = single.detach()
             if mine != owner:
-                expected = terms(i, param.shape, mine) * (1 - 0.25 * 0.5)
-            expected = piece_of(expected, Spec(param.shape, mesh, alike))
-            if not torch.equal(local(param.detach()), expected):
-                problems.append(f"parameter {i}")
+                expected = terms(index, param.shape, mine) * (1 - 0.25 * 0.5)
+            if not torch.equal(local(param.detach()), matrices.piece(expected)):
+                problems.append(f"parameter {index}")
             momentum = optimizer.state[param]["momentum_buffer"]
-            total = its.state[single]["momentum_buffer"]
+            total = alone.state[single]["momentum_buffer"]
             if momentum.placements != placements:
-                problems.append(f"momentum {i} is {momentum.placements}")
-            # Some versions cannot bring a strided shard of a sum to full_tensor().
-            config = create_dtensor_config()
-            for buffer in (momentum, fitting_momentum(param, total)):
-                whole = config.gather_fn(buffer, 0, config.state)
-                if terms is contribution and not torch.equal(whole, total):
-                    problems.append(f"momentum {i}")
+                problems.append(f"momentum {index} is {momentum.placements}")
+            # Sums of other terms depend on the order.
+            if terms is contribution and not self.has_sum(param, momentum, total):
+                problems.append(f"momentum {index}")
         self.assertEverywhere(problems, f"{mesh} {placements}")
         # Each matrix once.
-        total = sum(common_muon.everyone(len(calls.shapes)))
-        self.assertEqual(total, len(TERMS) * self.world_size // mesh.size())
-        if wrapped:
-            return
-        # Contributions are not rounded before they are added.
-        sizes = [c.itemsize for c in seen.calls if c.name == "all_to_all_single"]
+        counts = common_muon.everyone(len(calls.shapes))
+        meshes = self.world_size // mesh.size()
+        self.assertEqual(sum(counts), len(TERMS) * meshes)
+        if not wrapped:
+            self.check_sizes(seen)
+
+    def has_sum(self, param, momentum, total):
+        """Whether a buffer, and what becomes of a whole one, has the sum ``total``."""
+        # Some versions cannot bring a strided shard of a sum to full_tensor().
+        config = create_dtensor_config()
+        for buffer in (momentum, fitting_momentum(param, total)):
+            whole = config.gather_fn(buffer, 0, config.state)
+            if not torch.equal(whole, total):
+                return False
+        return True
+
+    def check_sizes(self, seen):
+        """Contributions are not rounded before they are added."""
+        sizes = []
+        for call in seen.calls:
+            if call.name == "all_to_all_single":
+                sizes.append(call.itemsize)
         self.assertEqual(sizes.count(4), sizes.count(2))
         self.assertEqual(set(sizes), {2, 4})
 
@@ -209,11 +261,12 @@ class TestMuonPartial(OnCPU):
 
 class TestMuonFunctions(OnCPU):
     def placed(self):
-        return [
-            spec
-            for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))
-            for spec in specs(mesh, common_muon.all_placements(mesh), [(7, 5)])
-        ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
+        placed = []
+        for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1)):
+            placed += specs(mesh, common_muon.all_placements(mesh), [(7, 5)])
+        strided = _StridedShard(0, split_factor=2)
+        placed.append(Spec((8, 5), grid_of(2, 2), (strided, S0)))
+        return placed
 
     def check_round_trip(self, config, tensor, spec):
         whole = config.gather_fn(tensor, 3, config.state)

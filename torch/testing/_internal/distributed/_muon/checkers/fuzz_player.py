@@ -183,7 +183,8 @@ class Player:
         if kind in OTHER:
             options = training.optimizer.param_groups[training.group_of(held)]
             own = {key: options[key] for key in OTHER}
-            options[kind] = OTHER[kind] if own[kind] != OTHER[kind] else "gram"
+            other = OTHER[kind]
+            options[kind] = other if own[kind] != other else "gram"
             return functools.partial(options.update, own)
         gradient = held.param.grad
         if kind == "none":
