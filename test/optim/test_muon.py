@@ -285,7 +285,7 @@ class TestMuonCore(MuonTestCase):
     def test_backward_compatibility(self):
         layers = nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
         model = nn.Sequential(*layers)
-        before = [p.detach().clone() for p in model.parameters()]
+        before = [param.detach().clone() for param in model.parameters()]
         optimizer = Muon(model.parameters(), lr=0.01, distributed_config=None)
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()

@@ -198,10 +198,13 @@ class TestDistributedConfig(MuonTestCase):
                         owned = make_params((4, 4), (3, 5))
                         optimizer = Muon(owned, distributed_config=config)
                         others = [
-                            p.detach() for p in make_params((4, 4), (6, 2), seed=9)
+                            param.detach()
+                            for param in make_params((4, 4), (6, 2), seed=9)
                         ]
-                        grads = [p.grad for p in make_params((4, 4), (6, 2), seed=9)]
-                        buffers = [torch.zeros_like(p) for p in others]
+                        grads = [
+                            param.grad for param in make_params((4, 4), (6, 2), seed=9)
+                        ]
+                        buffers = [torch.zeros_like(param) for param in others]
                         for count in (2, 1, 2):
                             optimizer.step()
                             # Other parameters than at the last call, and than the optimizer's.
@@ -210,7 +213,9 @@ class TestDistributedConfig(MuonTestCase):
                             ]
                             given = (each[:count] for each in (others, grads, buffers))
                             function(*given, distributed_config=config, **FUNCTIONAL)
-                        results.append([p.detach() for p in owned] + others + buffers)
+                        results.append(
+                            [param.detach() for param in owned] + others + buffers
+                        )
                         self.assertEqual(
                             optimizer.assignments, {0: [0, 1]} if config else {}
                         )
@@ -355,7 +360,7 @@ class TestAssignments(MuonTestCase):
         seen = []
 
         def assign_fn(params, state):
-            seen.append([tuple(p.shape) for p in params])
+            seen.append([tuple(param.shape) for param in params])
             return all_to(3)(params, state)
 
         first, second, third = make_params((2, 2), (3, 3), (4, 4))
@@ -412,7 +417,7 @@ class TestAssignments(MuonTestCase):
                 optimizer.step()
                 optimizer.add_param_group({"params": params[2:], "lr": 0.5})
                 optimizer.step()
-                expected = expected or [p.detach() for p in params]
+                expected = expected or [param.detach() for param in params]
                 self.assert_same_bits(params, expected)
 
 
@@ -513,7 +518,7 @@ class TestReplaced(MuonTestCase):
                 self.assertEqual(found, places)
 
     def test_replaced_before_a_group_is_added(self):
-        named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]
+        named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]
         ours = Muon(named, distributed_config=create_dtensor_config())
         params = ours.param_groups[0]["params"]
         for param in params:

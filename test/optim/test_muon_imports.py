@@ -36,7 +36,7 @@ OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "placements"}
 
 def row_of(module):
     part = module.removeprefix(ENGINE).lstrip(".").partition(".")[0]
-    return next(i for i, row in enumerate(ROWS) if part in row)
+    return next(index for index, row in enumerate(ROWS) if part in row)
 
 
 def modules(root=ENGINE):
@@ -80,7 +80,8 @@ class TestMuonImports(TestCase):
         for name, (tree, package) in known.items():
             imports = imports_of(tree, package)
             above = ("torch.optim._muon.", "torch.optim.muon", MODELS)
-            self.assertFalse([i for i in imports if f"{i}.".startswith(above)], name)
+            upwards = [each for each in imports if f"{each}.".startswith(above)]
+            self.assertEqual(upwards, [], name)
             graph[name] = imports & known.keys() - {name}
             for other in graph[name]:
                 self.assertLessEqual(row_of(other), row_of(name), f"{name}: {other}")

@@ -79,7 +79,9 @@ class TestMuonSplit(TestCase):
             parts = parts_of(whole.detach(), **form)
             self.parts.append([nn.Parameter(part.clone()) for part in parts])
         options = {"lr": 0.1, "allow_batched_matrices": True, **options}
-        groups = [{"params": [p], **form} for p, (_, form) in zip(self.whole, FORMS)]
+        groups = [
+            {"params": [param], **form} for param, (_, form) in zip(self.whole, FORMS)
+        ]
         alone = [{"params": parts} for parts in self.parts]
         return Muon(groups, **options), Muon(alone, **options)
 
@@ -279,7 +281,10 @@ class TestMuonSplit(TestCase):
                     parts.step()
                 self.assertEqual(bool(calls.batches), foreach and not compiles)
                 found.append(
-                    [p.detach() for p in itertools.chain(self.whole, *self.parts)]
+                    [
+                        param.detach()
+                        for param in itertools.chain(self.whole, *self.parts)
+                    ]
                 )
         for others in found[1:]:
             self.assertTrue(all(map(torch.equal, found[0], others)))

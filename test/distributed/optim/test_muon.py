@@ -90,7 +90,7 @@ class TestDTensorConfig(common_utils.TestCase):
         config = self.config
         params = [self.placed(Shard(0)), torch.randn(5, 5), self.placed(Replicate(), 8)]
         assignments = config.assign_fn(params, config.state)
-        owned = sorted(i for owned in assignments.values() for i in owned)
+        owned = sorted(index for owned in assignments.values() for index in owned)
         self.assertEqual(owned, [0, 1, 2])
         metadata = config.state["param_metadata"]
         self.assertEqual(set(metadata), {0, 2})

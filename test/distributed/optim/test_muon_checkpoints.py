@@ -164,7 +164,9 @@ class TestMuonCheckpoints(common_muon.OnCPU):
 
     def replace_optimizer(self, twins, state_dict):
         """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
-        twins.params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
+        twins.params = [
+            torch.nn.Parameter(param.detach().clone()) for param in twins.params
+        ]
         twins.optimizer = Muon(twins.params, distributed_config="auto")
         twins.optimizer.load_state_dict(state_dict)
 
@@ -201,8 +203,8 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         twins.optimizer.step()
         twins.single.step()
         has = [
-            "momentum_buffer" in twins.optimizer.state.get(p, {})
-            for p in [*twins.params, frozen]
+            "momentum_buffer" in twins.optimizer.state.get(param, {})
+            for param in [*twins.params, frozen]
         ]
         self.assertEqual(common_muon.everyone(has), [[True, True, True, False]] * 4)
         # Without a gradient it is zero.

@@ -72,7 +72,7 @@ class TestMuonDivided(OnCPU):
 
     def twins(self, layout, config, **options):
         """At zero, where the first step leaves the update."""
-        groups = [([i], form) for i, (_, form) in enumerate(TO_DIVIDE)]
+        groups = [([index], form) for index, (_, form) in enumerate(TO_DIVIDE)]
         given = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
         twins = Twins(layout, config, groups, **given, **options)
         for param in (*twins.params, *twins.singles):
@@ -94,10 +94,10 @@ class TestMuonDivided(OnCPU):
             before = pieces
         # By the numbers of the elements in each piece.
         here = {}
-        for i, (piece, spec) in enumerate(zip(pieces, layout)):
+        for index, (piece, spec) in enumerate(zip(pieces, layout)):
             numbers = torch.arange(math.prod(spec.shape)).view(spec.shape)
             elements = piece_of(numbers, spec)
-            here[i, hash(tuple(elements.flatten().tolist()))] = piece
+            here[index, hash(tuple(elements.flatten().tolist()))] = piece
         apart = []
         for others in common_muon.everyone(here):
             for key in others.keys() & here.keys():
@@ -105,12 +105,14 @@ class TestMuonDivided(OnCPU):
                     apart.append(key)
         self.assertEverywhere(apart, f"{message}: replicas differ")
         distances = torch.zeros(2, len(TO_DIVIDE), dtype=torch.float64)
-        for i, (spec, single, (_, form)) in enumerate(
+        for index, (spec, single, (_, form)) in enumerate(
             zip(layout, twins.singles, TO_DIVIDE)
         ):
             target = piece_of(-exact_update(single.grad, **form), spec)
-            for which, found in enumerate((pieces[i], piece_of(single.detach(), spec))):
-                distances[which, i] = (found - target).square().sum()
+            for which, found in enumerate(
+                (pieces[index], piece_of(single.detach(), spec))
+            ):
+                distances[which, index] = (found - target).square().sum()
         dist.all_reduce(distances)
         ratios = (distances[0] / distances[1]).sqrt().tolist()
         self.assertLessEqual(max(ratios), 1.1, f"{message} {ratios}")
@@ -152,7 +154,9 @@ class TestMuonDivided(OnCPU):
             config = create_dtensor_config(owners_per_matrix=2)
             twins = self.twins(self.placed(mesh_of(4), S0), config)
             twins.step(missing=[0, 2])
-            self.assertEverywhere([i for i in (0, 2) if local(twins.params[i]).any()])
+            self.assertEverywhere(
+                [index for index in (0, 2) if local(twins.params[index]).any()]
+            )
             twins.set_gradients()
             if self.rank == min(twins.optimizer.assignments):
                 twins.optimizer.zero_grad()

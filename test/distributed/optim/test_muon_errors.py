@@ -283,8 +283,8 @@ class TestMuonChainsOfGroups(MistakesTestCase):
         placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
         owners = {rank: [] for rank in range(4)}
         # Each matrix belongs to the first rank of its pair.
-        for i, mesh in enumerate(meshes):
-            owners[mesh.mesh[0].item()].append(i)
+        for index, mesh in enumerate(meshes):
+            owners[mesh.mesh[0].item()].append(index)
         config = self.assign(owners)
         optimizer = self.build(placed, named=False, distributed_config=config)
         optimizer.step()

@@ -160,7 +160,7 @@ class TestMuonStepMistakes(MistakesTestCase):
             with self.subTest(other=other):
                 config = create_auto_config(fsdp_process_group=dist.group.WORLD)
                 params, momenta = (
-                    [full(i, (4, 8)) for i in range(2)] for _ in range(2)
+                    [full(index, (4, 8)) for index in range(2)] for _ in range(2)
                 )
                 grads = [usual, other if self.rank == 1 else usual]
                 problem = own if self.rank == 1 else "it cannot use"
@@ -214,8 +214,8 @@ class TestMuonReplicas(MistakesTestCase):
         muon = self.replicas()
         params = muon.param_groups[0]["params"]
         get_optimizer_state_dict(nn.ParameterList(params), muon)
-        for i, param in enumerate(params):
-            param.data.copy_(full(i, param.shape))
+        for index, param in enumerate(params):
+            param.data.copy_(full(index, param.shape))
         self.give_gradients(params)
         with self.everywhere():
             muon.step()
@@ -230,10 +230,10 @@ class TestMuonReplicas(MistakesTestCase):
         meshes = [mesh_of(4), mesh_of(4)]
         if self.rank < 2:
             meshes += [two, two]
-        for i, mesh in enumerate(meshes):
-            value = distribute_tensor(full(i, (4, 6)), mesh, [R])
+        for index, mesh in enumerate(meshes):
+            value = distribute_tensor(full(index, (4, 6)), mesh, [R])
             params.append(nn.Parameter(value))
-            params[i].grad = torch.ones_like(value)
+            params[index].grad = torch.ones_like(value)
         still = {"params": params[:2], "lr": 0.0, "weight_decay": 0.0}
         muon = Muon([still, {"params": params[2:]}], lr=0.1, distributed_config="auto")
         with self.everywhere():

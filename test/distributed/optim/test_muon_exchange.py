@@ -62,7 +62,7 @@ class TestMuonExchange(OnCPU):
                     twins.optimizer.step()
                 owned = twins.optimizer.assignments
                 for rank, shapes in enumerate(everyone(calls.shapes)):
-                    expected = sorted(twins.specs[i].shape for i in owned[rank])
+                    expected = sorted(twins.specs[index].shape for index in owned[rank])
                     self.assertEqual(sorted(shapes), expected)
                 every = sorted(itertools.chain(*owned.values()))
                 self.assertEqual(every, [*range(len(twins.specs))])
@@ -82,15 +82,15 @@ class TestMuonExchange(OnCPU):
 
     def test_two_collectives_a_bucket_and_one_of_statuses(self):
         # One matrix for each owner is one bucket, and four are four buckets.
-        for count in (1, 4):
-            with self.subTest(count=count):
-                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
+        for matrices, exchanges in ((4, 2), (16, 8)):
+            with self.subTest(matrices=matrices):
+                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * matrices))
                 seen = self.collectives_of_a_step(twins)
-                expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
-                self.assertEqual(seen.names, expected)
-                self.assertEqual(
-                    {call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)}
-                )
+                first, *others = seen.names
+                self.assertEqual(first, "all_reduce")
+                self.assertEqual(others, ["all_to_all_single"] * exchanges)
+                ranks = {call.comm.ranks for call in seen.calls}
+                self.assertEqual(ranks, {(0, 1, 2, 3)})
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
         self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
@@ -105,8 +105,8 @@ class TestMuonExchange(OnCPU):
         # Accelerators make the same calls even if ranks disagree about gradients.
         common_muon.as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
-        for i, param in enumerate(twins.params):
-            if i % 4 == self.rank:
+        for index, param in enumerate(twins.params):
+            if index % 4 == self.rank:
                 param.grad = None
         with Recorder() as seen:
             twins.optimizer.step()
@@ -224,14 +224,15 @@ class TestMuonRelays(OnCPU):
                     self.assertEqual({*recorded.names}, {*names, "all_reduce"})
                     for call in recorded.calls:
                         self.assertLessEqual(call.peers, mine)
-            exchanged, passed_on = (
-                sum(c.nbytes // c.itemsize for c in seen.calls if c.name == name)
-                for name in ("all_to_all_single", "broadcast")
-            )
+            elements = Counter()
+            for call in seen.calls:
+                elements[call.name] += call.nbytes // call.itemsize
+            exchanged = elements["all_to_all_single"]
+            passed_on = elements["broadcast"]
             # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
-            self.assertEqual(exchanged, 64 + 64)
+            self.assertEqual(exchanged, 128)
             # Half of each of the eight matrices.
-            self.assertEqual(passed_on, 8 * 64)
+            self.assertEqual(passed_on, 512)
         # Few replicas are served directly.
         twins = Twins(layout)
         with Recorder() as seen:
@@ -268,10 +269,11 @@ class TestMuonRelays(OnCPU):
 class TestMuonDescribe(OnCPU):
     def params(self, shapes, placements=(S0,)):
         placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
-        return [
-            (f"layers.{i}", nn.Parameter(place(common_muon.full(i, spec.shape), spec)))
-            for i, spec in enumerate(placed)
-        ]
+        named = []
+        for index, spec in enumerate(placed):
+            value = place(common_muon.full(index, spec.shape), spec)
+            named.append((f"layers.{index}", nn.Parameter(value)))
+        return named
 
     def test_relays_are_counted(self):
         with mock.patch.object(buckets, "MAX_REPLICAS", 1):
@@ -442,7 +444,8 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             self.assertIsNot(world, dist.group.WORLD)
             # Whichever of the framework's groups comes first.
             orders = [given, world], [world, given]
-            self.assertIs(*(spanning_group(mine[:1], order) for order in orders))
+            alone = [spanning_group(mine[:1], order) for order in orders]
+            self.assertIs(*alone)
         ranks = (0, 1, 3)
         for _ in range(2):
             group = spanning_group(ranks, []) if self.rank in ranks else None

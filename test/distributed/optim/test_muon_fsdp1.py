@@ -72,7 +72,9 @@ class TestMuonFSDP1(common_muon.OnCPU):
                 )
                 self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
                 # A flat parameter's index stands under the owner of its first matrix.
-                owned = [i for own in optimizer.assignments.values() for i in own]
+                owned = [
+                    index for own in optimizer.assignments.values() for index in own
+                ]
                 self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
 
     def test_wrapped_functions(self):
@@ -132,7 +134,7 @@ class TestMuonFSDP1(common_muon.OnCPU):
                 matrices, _ = partition_parameters(model)
                 if self.rank == 2:
                     order = [3, 4, 5, 0, 1, 2, 6, 7] if orig else [0, 2, 1, 3]
-                    matrices = [matrices[i] for i in order]
+                    matrices = [matrices[index] for index in order]
                 pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
                 self.assertRefused(pattern, matrices, module=model)
 
@@ -216,7 +218,7 @@ class TestMuonFSDP1(common_muon.OnCPU):
     def test_flat_parameter_that_mixes_matrices_with_biases(self):
         model = wrap(Model(bias=True), False)
         pattern = r"weight.*bias.*use_orig_params=True"
-        flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
+        flats = [param for param in model.parameters() if hasattr(param, "_fqns")][-2:]
         for options in ({"fsdp_process_group": model.process_group}, {"module": model}):
             with self.subTest(options=options):
                 self.assertRefused(pattern, flats, **options)

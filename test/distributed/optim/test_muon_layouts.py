@@ -287,8 +287,8 @@ class TestMuonFunctions(OnCPU):
         """An unused config, and one before and after a step."""
         for config in (unused, twins.config, twins.config):
             with self.subTest(config=config):
-                for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
-                    config.state["current_param_idx"] = i
+                for index, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                    config.state["current_param_idx"] = index
                     with self.everywhere(f"{spec}"):
                         self.check_round_trip(config, param.detach(), spec)
                 del config.state["current_param_idx"]
@@ -309,7 +309,9 @@ class TestMuonFunctions(OnCPU):
             with self.subTest(how=how, kinds=kinds):
                 strategy = common_muon.Strategy(grid_of(2, 2), *kinds)
                 twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
-                dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
+                dims = {
+                    index: d for index, d in enumerate(strategy.dims) if d is not None
+                }
                 self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
 
     def test_gather_of_another_tensor(self):
@@ -354,9 +356,9 @@ class TestMuonFunctions(OnCPU):
             twins.optimizer.step()
         with self.everywhere():
             self.assertNotIn("all_reduce", seen.names)
-            for i, (param, old) in enumerate(zip(twins.params, before)):
+            for index, (param, old) in enumerate(zip(twins.params, before)):
                 stayed = torch.equal(local(param.detach()), old)
-                self.assertEqual(stayed, (self.rank, i) == (2, 1))
+                self.assertEqual(stayed, (self.rank, index) == (2, 1))
 
     def test_functions_that_return_their_argument(self):
         """Without a broadcast, the update stays with its owner."""
@@ -396,7 +398,7 @@ class TestMuonFunctions(OnCPU):
     def test_owner_that_hands_on_something_else(self):
         """The other rank of each pair waits for the owner until the timeout of their group."""
         pairs = [(0, 1), (2, 3)]
-        groups = [dist.new_group(p, timeout=timedelta(seconds=2)) for p in pairs]
+        groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in pairs]
         mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
         config = create_dtensor_config()
         built = config.redistribute_fn

@@ -29,11 +29,11 @@ class TestMuonMomentum(common_muon.OnCPU):
     def step_with_gradients_of(self, twins, dtype):
         """Both make a step with the same gradients of ``dtype``."""
         twins.steps += 1
-        for i, spec in enumerate(twins.specs):
-            gradient = full(twins.seeds[i] + 1000 * twins.steps, spec.shape, dtype)
-            twins.singles[i].grad = gradient
+        for index, spec in enumerate(twins.specs):
+            gradient = full(twins.seeds[index] + 1000 * twins.steps, spec.shape, dtype)
+            twins.singles[index].grad = gradient
             placed = gradient.clone() if spec.mesh is None else place(gradient, spec)
-            twins.params[i].grad = placed
+            twins.params[index].grad = placed
         twins.single.step()
         twins.optimizer.step()
 
@@ -59,15 +59,15 @@ class TestMuonMomentum(common_muon.OnCPU):
                         with self.everywhere(
                             f"{dtype} {gradient_dtype} {may_have_any}"
                         ):
-                            for i, param in enumerate(twins.params):
-                                single = twins.singles[i]
+                            for index, param in enumerate(twins.params):
+                                single = twins.singles[index]
                                 mine = twins.optimizer.state[param]["momentum_buffer"]
                                 its = twins.single.state[single]["momentum_buffer"]
                                 self.assertEqual(mine.dtype, gradient_dtype)
-                                expected = common_muon.piece_of(its, twins.specs[i])
+                                expected = common_muon.piece_of(its, twins.specs[index])
                                 self.assertTrue(torch.equal(local(mine), expected))
                                 expected = common_muon.piece_of(
-                                    single, twins.specs[i]
+                                    single, twins.specs[index]
                                 ).detach()
                                 # A bfloat16 parameter may differ by the rounding of its last addition.
                                 most = 0 if dtype == torch.float32 else 2.0**-7

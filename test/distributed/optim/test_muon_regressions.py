@@ -294,8 +294,8 @@ class TestMuonRegressions(common_muon.OnCPU):
                 if self.rank == 2:
                     counters_of(ranks).optimizers += 3
                 most = max(common_muon.everyone(counters_of(ranks).optimizers))
-                for i in range(20):
-                    muon = Twins([spec], seed=i).optimizer
+                for index in range(20):
+                    muon = Twins([spec], seed=index).optimizer
                     owners.update(muon.matrix_owners.values())
                 with self.everywhere():
                     self.assertEqual(owners, dict.fromkeys(ranks, 5))
@@ -392,7 +392,9 @@ class LongRuns(common_muon.ParityAssertions):
         model = common_modules.make_model(width=9, bias=False)
         common_modules.tensor_parallel(model, mesh["b"])
         params = fully_shard(model, mesh=mesh["a"]).parameters()
-        twins = Twins([Spec(p.shape, p.device_mesh, p.placements) for p in params])
+        twins = Twins(
+            [Spec(param.shape, param.device_mesh, param.placements) for param in params]
+        )
 
         def step(number):
             # Some lack a gradient now and then, as unused experts do.
@@ -472,8 +474,8 @@ class TestMuonReplaced(common_muon.OnCPU):
         ]:
             with self.subTest(placed=placed):
                 twins = self.trained(placed, config)
-                for i, param in enumerate(twins.params):
-                    param.data = self.replacement(twins, i, placed[i])
+                for index, param in enumerate(twins.params):
+                    param.data = self.replacement(twins, index, placed[index])
                 self.assertTrainsAlike(twins, 2)
 
     def test_placements(self):

@@ -251,7 +251,7 @@ class TestMuonDivision(TestCase):
         """Matrices, the ranks of a group on nodes that it fills or not, and the numbers of owners to choose from."""
         per_node, nodes = draw.choice((1, 2, 8, 8)), draw.randint(1, 8)
         each = range(min(per_node, draw.choice((1, 2, 4, 7, 8))))
-        group = [node * per_node + i for node in range(nodes) for i in each]
+        group = [node * per_node + place for node in range(nodes) for place in each]
         if len(each) > 1 and draw.random() < 0.3:
             group.pop()
         near = min(Counter(rank // per_node for rank in group).values())

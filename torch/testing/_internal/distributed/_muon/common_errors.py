@@ -28,18 +28,20 @@ def parameter(spec, seed=0):
 
 
 def snapshot(params):
-    return [common_muon.local(p.detach()).clone() for p in params]
+    return [common_muon.local(param.detach()).clone() for param in params]
 
 
 class MistakesTestCase(common_muon.OnCPU):
     def build(self, placed, change=None, named=True, group=None, **options):
         """Makes an optimizer; ``change`` gets the list of (name, parameter) pairs."""
-        pairs = [(f"w{i}", parameter(spec, i)) for i, spec in enumerate(placed)]
+        pairs = [
+            (f"w{index}", parameter(spec, index)) for index, spec in enumerate(placed)
+        ]
         if change is not None:
             pairs = change(pairs)
         options.setdefault("distributed_config", create_dtensor_config())
-        self.before = [p.detach() for _, p in pairs]
-        params = pairs if named else [p for _, p in pairs]
+        self.before = [param.detach() for _, param in pairs]
+        params = pairs if named else [param for _, param in pairs]
         return Muon([{"params": params, **(group or {})}], **options)
 
     def assertRefused(self, kind, pattern, placed=None, **options):
@@ -97,8 +99,8 @@ class MistakesTestCase(common_muon.OnCPU):
         return dataclasses.replace(create_dtensor_config(), assign_fn=assign_fn)
 
     def whole(self, *shapes):
-        return [nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)]
+        return [nn.Parameter(full(index, shape)) for index, shape in enumerate(shapes)]
 
     def give_gradients(self, params):
-        for i, param in enumerate(params):
-            param.grad = full(90 + i, param.shape)
+        for index, param in enumerate(params):
+            param.grad = full(90 + index, param.shape)

@@ -535,7 +535,7 @@ class ParityAssertions:
     def assertTrainsAlike(
         self, twins: Twins, steps: int = 2, message: str = "", missing=lambda step: ()
     ) -> None:
-        before = [p.detach().clone() for p in twins.singles]
+        before = [param.detach().clone() for param in twins.singles]
         for step in range(steps):
             twins.step(missing(step))
             self.assertParity(twins, f"{message} step {step}")

@@ -105,7 +105,7 @@ class Config(NamedTuple):
     tp_dim: int | None = None
 
     def dims_of(self, *kinds: str) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
+        return tuple(index for index, kind in enumerate(self.kinds) if kind in kinds)
 
 
 # Values of options that groups hardly have.
