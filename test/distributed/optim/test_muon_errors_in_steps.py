@@ -126,6 +126,34 @@ class TestMuonStepMistakes(MistakesTestCase):
                 twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
                 self.assertNothingMoves(twins, RuntimeError, pattern)
 
+    def test_placements_of_one_rank_alone(self):
+        """DTensor's collective for it waited for the other ranks until the timeout."""
+        mesh = mesh_of(4)
+
+        def replicated(whole):
+            return DTensor.from_local(whole, mesh, (R,), run_check=False)
+
+        twins = Twins([Spec((8, 6), mesh, (S0,))] * 2)
+        twins.step()
+        pattern = r"different placements.*parameter 1 of shape \(8, 6\)$"
+        param, step = twins.params[1], twins.optimizer.step
+        with self.subTest("gradient"):
+            twins.set_gradients()
+            if self.rank == 1:
+                param.grad = replicated(torch.ones(8, 6))
+            self.assertRaisesEverywhere(step, RuntimeError, pattern)
+        with self.subTest("momentum"):
+            twins.set_gradients()
+            state = twins.optimizer.state[param]
+            momentum = state["momentum_buffer"]
+            if self.rank == 2:
+                state["momentum_buffer"] = replicated(torch.ones(8, 6))
+            self.assertRaisesEverywhere(step, RuntimeError, pattern)
+            state["momentum_buffer"] = momentum
+        # The ranks compare placements in each step, and these are the parameter's again.
+        twins.steps -= 2
+        self.assertTrainsAlike(twins, 2)
+
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
         twins.step()
@@ -304,7 +332,7 @@ class TestMuonFusedGradients(common_muon.OnCPU):
         (statuses,) = twins.optimizer._engine._make_runner().side_channel.statuses
         with self.everywhere():
             # A second all-reduce would follow for more rows than the first one has.
-            self.assertEqual(len(statuses._table), 256)
+            self.assertEqual(len(statuses._own.rows), 256)
 
 
 class TestMuonUnreadErrors(common_muon.OnCPU):

@@ -4,11 +4,13 @@
 import copy
 import io
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Muon
+from torch.optim._muon_engine.runtime.params import ParamInputs
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -36,6 +38,22 @@ class TestMuonMomentum(common_muon.OnCPU):
             twins.params[index].grad = placed
         twins.single.step()
         twins.optimizer.step()
+
+    def test_mesh_of_a_checkpoint(self):
+        """Unpickled momentum has an equal mesh, which is another object. Each step took it for another placement."""
+        twins = Twins([Spec((8, 6), mesh_of(4), (S0,))])
+        twins.step()
+        state = twins.optimizer.state[twins.params[0]]
+        momentum = state["momentum_buffer"]
+        spec = copy.copy(momentum._spec)
+        spec.mesh = copy.copy(spec.mesh)
+        other = DTensor(momentum._local_tensor, spec, requires_grad=False)
+        with self.everywhere():
+            self.assertIsNot(other.device_mesh, momentum.device_mesh)
+            self.assertEqual(other.device_mesh, momentum.device_mesh)
+        state["momentum_buffer"] = other
+        with mock.patch.object(ParamInputs, "_take_others", side_effect=AssertionError):
+            self.assertTrainsAlike(twins, 2)
 
     def test_gradients_of_another_dtype(self):
         """Momentum has the dtype of the gradients, on one process and on several."""

@@ -350,7 +350,7 @@ class TestMuonRules(RulesTestCase):
     def test_no_storage_of_mps_is_resized(self):
         memory = Memory(torch.device("mps"), keep=False)
         memory._storages.append((mock.Mock(nbytes=lambda: 8, resize_=None), 8))
-        self.assertFalse(memory.is_freed)
+        self.assertFalse(memory.frees_between_steps)
         # The mock would not take a call.
         memory.allocate()
 

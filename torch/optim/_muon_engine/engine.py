@@ -32,8 +32,8 @@ _FAILED_BEFORE = "another rank failed before this step. "
 
 
 class Engine:
-    """The layouts, owners, schedule and memory for one list of parameters. It reads the functions and flags of
-    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. This rank raises ``error``,
+    """The layouts, owners, schedule and memory for one list of parameters. It takes a copy of ``config``, whose
+    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. This rank raises ``error``,
     or an unread one of ``former``'s last step, after the other ranks have learned of it.
     """
 
@@ -63,11 +63,8 @@ class Engine:
             self.reader = factory.reader_of(config, takes_stacks)
             self._lineage = Lineage(params, {})
         else:
-            from .changes import take_places
-
             error = former.new_failure() or error
-            self._continue(former)
-            replaced = take_places(self._lineage, params)
+            replaced = self._continue(former)
         for param in params:
             index = param.config_index if former is None else -1
             indices = self._lineage.config_indices
@@ -86,11 +83,7 @@ class Engine:
                 )
             self._ordered = self._in_common_order()
             if former is not None:
-                from .changes import fit_momentum, inherit_momentum
-
-                restarted = inherit_momentum(replaced, states)
-                restarted += fit_momentum(params, states)
-                self._warn_about_restarted(restarted)
+                self._inherit(replaced, states)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
             if self.is_packed and self.device.type != "cpu" and not is_meta:
@@ -99,16 +92,18 @@ class Engine:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
-        if self.schedule.layouts and self._speaks:
-            log.info(
-                "Muon %s: %d matrices, %d buckets",
-                "rebuilt for changed parameters" if former else "built",
-                len(self.schedule.layouts),
-                len(self.schedule.buckets),
-            )
+        self._log_build("rebuilt for changed parameters" if former else "built")
 
-    def _continue(self, former: "Engine") -> None:
-        """Takes what ``former`` knew, and frees its memory."""
+    def _log_build(self, what: str) -> None:
+        schedule = self.schedule
+        if schedule.layouts and self._speaks:
+            counts = len(schedule.layouts), len(schedule.buckets)
+            log.info("Muon %s: %d matrices, %d buckets", what, *counts)
+
+    def _continue(self, former: "Engine") -> list[Any]:
+        """Takes what ``former`` knew, and frees its memory. Returns the parameters that took the places of others."""
+        from .changes import take_places
+
         self.reader = copy.copy(former.reader)
         self.steps = former.steps
         self.failure = former.failure
@@ -116,6 +111,15 @@ class Engine:
         former._runner = None
         seen, indices = former._lineage.seen, former._lineage.config_indices
         self._lineage = Lineage(seen, dict(indices))
+        return take_places(self._lineage, self.params)
+
+    def _inherit(self, replaced: Sequence[Any], states: States) -> None:
+        """Gives the momentum of ``replaced`` parameters to those that took their places."""
+        from .changes import fit_momentum, inherit_momentum
+
+        restarted = inherit_momentum(replaced, states)
+        restarted += fit_momentum(self.params, states)
+        self._warn_about_restarted(restarted)
 
     def _in_common_order(self) -> list[Param]:
         """The parameters in the order of all ranks: experts last, by their ids."""

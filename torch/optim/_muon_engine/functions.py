@@ -142,8 +142,8 @@ class FunctionStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader
-        self.progress.now = "placement of the gradients", self.engine.ordered
-        inputs.place_gradients()
+        self.progress.now = "placement of gradients", self.engine.ordered
+        inputs.place()
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}

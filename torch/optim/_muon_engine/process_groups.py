@@ -1,4 +1,4 @@
-"""The process group over a matrix's holders."""
+"""Process groups: the one over a matrix's holders, and what ranks know of theirs."""
 
 import hashlib
 import itertools

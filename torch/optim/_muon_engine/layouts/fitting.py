@@ -2,6 +2,7 @@
 and device.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,21 +104,32 @@ def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
     return param.device == buffer.device and placed_like(param, buffer)
 
 
+def problem_with_momentum(param: Tensor, buffer: Any) -> str:
+    """Why the momentum ``buffer``, which does not fit ``param``, cannot be made to; "" if it can."""
+    if not isinstance(buffer, Tensor):
+        return f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
+    if buffer.is_meta and not param.is_meta:
+        return "the momentum buffer has no data, because it is on the meta device; delete it or load it"
+    if placed_like(param, buffer):
+        return ""
+    if param.shape != buffer.shape:
+        return f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
+    if isinstance(buffer, DTensor):
+        problem = _problem_with_move(buffer, _nearest_placements(param, buffer))
+        return problem and f"the momentum buffer: {problem}"
+    return ""
+
+
 def fitting_momentum(
     param: Tensor, buffer: Any, dtype: torch.dtype | None = None
 ) -> Tensor:
     """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
-    ranks must make this call, because a change of the placement is a collective. Raises TypeError or ValueError if
-    that is not possible.
+    ranks must make this call, because a change of the placement is a collective. Raises ValueError if that is not
+    possible.
     """
-    if not isinstance(buffer, Tensor):
-        raise TypeError(
-            f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
-        )
-    if buffer.is_meta and not param.is_meta:
-        raise ValueError(
-            "the momentum buffer has no data, because it is on the meta device; delete it or load it"
-        )
+    problem = problem_with_momentum(param, buffer)
+    if problem:
+        raise ValueError(problem)
     if not placed_like(param, buffer):
         buffer = _placed(param, buffer)
     if not fits(param, buffer, dtype):
@@ -126,21 +138,30 @@ def fitting_momentum(
     return buffer
 
 
+def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> int:
+    """A digest of how collectives must bring ``momentum`` and ``gradient`` to the placements of ``param``; 0 if none
+    must. A ``momentum`` of None fits.
+    """
+    moved: list[tuple[str, str]] = []
+    for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
+        if isinstance(tensor, DTensor) and not placed_like(param, tensor):
+            moved.append((kind, str(tensor.placements)))
+    return zlib.crc32(repr(moved).encode()) if moved else 0
+
+
+def _nearest_placements(param: Tensor, buffer: DTensor) -> Sequence[Placement]:
+    """The placements to which DTensor must bring ``buffer`` for ``param``: the same, or whole on other meshes."""
+    if isinstance(param, DTensor) and param.device_mesh == buffer.device_mesh:
+        return param.placements
+    return [Replicate()] * buffer.device_mesh.ndim
+
+
 def _placed(param: Tensor, buffer: Tensor) -> Tensor:
     """A momentum ``buffer`` of another placement, placed like ``param``."""
-    if param.shape != buffer.shape:
-        raise ValueError(
-            f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
-        )
     if isinstance(buffer, DTensor):
-        mesh = buffer.device_mesh
-        near: Any = param if getattr(param, "device_mesh", None) == mesh else None
-        placements = [Replicate()] * mesh.ndim if near is None else near.placements
-        problem = _problem_with_move(buffer, placements)
-        if problem:
-            raise ValueError(f"the momentum buffer: {problem}")
+        mesh, placements = buffer.device_mesh, _nearest_placements(param, buffer)
         buffer = buffer.redistribute(mesh, placements).to_local()
-        if near is not None:
+        if isinstance(param, DTensor) and param.device_mesh == mesh:
             # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix
             # would keep the whole matrix alive, and cannot be saved.
             own = buffer.clone(memory_format=torch.contiguous_format)

@@ -55,7 +55,10 @@ def usual_parts(
         for other in others:
             if not isinstance(other, DTensor):
                 return None
-            if other.device_mesh is not mesh or other.placements != placements:
+            if other.placements != placements:
+                return None
+            # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
+            if other.device_mesh is not mesh and other.device_mesh != mesh:
                 return None
             local_others.append(other._local_tensor)
         for other in local_others:
@@ -83,21 +86,36 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
     return param.grad_dtype if param.is_leaf else param.dtype
 
 
-def traits_of(param: Tensor) -> tuple:
-    """The properties from which the layout of ``param`` is read, for a later comparison. The first one says whether
-    it is frozen.
-    """
+class Traits(NamedTuple):
+    """The properties from which the layout of a parameter is read, for a later comparison."""
+
+    # Whether it is a Parameter that takes no gradients.
+    frozen: bool
+    # The dtype of its gradients; None for any.
+    grad_dtype: torch.dtype | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
     # Only a contiguous parameter can be flattened.
-    own = param.shape, param.dtype, param.device, param.is_contiguous()
-    # A Parameter that takes no gradients. It does not depend on ``grad``, which ranks may differ in.
-    frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
-    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
-    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
+    is_contiguous: bool
+    # Of a DTensor: the shape and device of its local tensor, its mesh and its placements.
+    placed: tuple = ()
+
+
+def traits_of(param: Tensor) -> Traits:
+    placed: tuple = ()
     if isinstance(param, DTensor):
         local = param._local_tensor
         placed = local.shape, local.device, param.device_mesh, param.placements
-        return frozen, grad_dtype, *own, *placed
-    return frozen, grad_dtype, *own
+    return Traits(
+        is_frozen(param),
+        gradient_dtype(param),
+        param.shape,
+        param.dtype,
+        param.device,
+        param.is_contiguous(),
+        placed,
+    )
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:

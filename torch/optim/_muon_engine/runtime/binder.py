@@ -1,4 +1,4 @@
-"""Binds what stays the same between steps, when an engine is built and when options of batches change."""
+"""Binds what stays the same between steps: when a step first needs its memory, and when options of batches change."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 """What Muon does with the buckets of a step: gradients and momentum to packs, whole matrices to updates, updates to
-parameters. The lists and views that it needs are bound when the engine is built.
+parameters. The lists and views that it needs stay the same between steps.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("torch.optim.muon")
 
 
 class MuonCompute:
-    """The three phases of a step, in the words of upstream's proposal for executors of optimizer steps. ``groups`` are
+    """The phases of a step, in the words of upstream's proposal for executors of optimizer steps, and what relays add. ``groups`` are
     the parameter groups of the matrices of this ``rank``.
     """
 

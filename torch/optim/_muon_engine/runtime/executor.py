@@ -77,7 +77,7 @@ class Executor:
     def run(self, inputs: Any) -> None:
         """Makes a step."""
         compute, memory = self._compute, self.memory
-        if memory.is_freed:
+        if memory.frees_between_steps:
             memory.allocate()
         for (action, bucket, item), label, progress in self._operations:
             self._progress.now = progress
@@ -101,7 +101,7 @@ class Executor:
                     item.wait()
                 elif action is Action.APPLY_RELAYED:
                     compute.apply_relayed(bucket, item, inputs)
-        if memory.is_freed:
+        if memory.frees_between_steps:
             memory.free()
 
 
@@ -128,5 +128,5 @@ def connect(
         flight.wait()
         if memory.device.type != "cpu" and torch.accelerator.is_available():
             torch.accelerator.synchronize(memory.device)
-    if memory.is_freed:
+    if memory.frees_between_steps:
         memory.free()

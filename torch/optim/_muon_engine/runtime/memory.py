@@ -14,7 +14,7 @@ class Memory:
     def __init__(self, device: torch.device, keep: bool) -> None:
         self.device = device
         # Whether it is freed between steps.
-        self.is_freed = device.type not in ("cpu", "mps") and not keep
+        self.frees_between_steps = device.type not in ("cpu", "mps") and not keep
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         # Memory of CPUs that one matrix after another uses, by dtype.
         self._scratch: dict[Any, Tensor] = {}

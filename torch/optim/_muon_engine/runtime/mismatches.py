@@ -27,8 +27,11 @@ class Column(IntEnum):
     UNUSABLE = 2
     OPTIONS = 3
     MINUS_OPTIONS = 4
-    VALUES = 5
-    MINUS_VALUES = 6
+    # The digest of placements that a collective of DTensor's must change; 0 for none.
+    MOVES = 5
+    MINUS_MOVES = 6
+    VALUES = 7
+    MINUS_VALUES = 8
 
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
@@ -43,6 +46,10 @@ _UNUSABLE = "a rank has a gradient for these that it cannot use. The error on th
 _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
     "unused expert or a branch that one rank skips"
+)
+_OTHER_PLACEMENTS = (
+    "the ranks have gradients or momentum of different placements for these, or some of them have another one than the "
+    "parameter. DTensor's redistribute() needs all of them. Give all ranks the parameter's placement"
 )
 OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
 
@@ -75,6 +82,7 @@ def difference(
         _OTHER_VALUES: lambda row: row[Column.VALUES] + row[Column.MINUS_VALUES],
         _UNUSABLE: lambda row: row[Column.UNUSABLE],
         _SOME_ABSENT: lambda row: row[Column.PRESENT] and row[Column.ABSENT],
+        _OTHER_PLACEMENTS: lambda row: row[Column.MOVES] + row[Column.MINUS_MOVES],
     }
     for reason, differs in tests.items():
         different = []

@@ -127,8 +127,8 @@ class PackedStep:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
         try:
             self._bind(inputs.formulas)
-            self.progress.now = "placement of the gradients", self._ordered
-            inputs.place_gradients()
+            self.progress.now = "placement of gradients", self._ordered
+            inputs.place()
             self._executor.run(inputs)
             self.side_channel.finish(inputs)
         except BaseException:

@@ -38,8 +38,8 @@ class Param:
         # The properties that the layout is read from. Every step compares them.
         self.traits = traits_of(tensor)
         # Whether it took no gradients when the engine was built, and the dtype of the gradients that it takes.
-        self.frozen: bool = self.traits[0]
-        self.grad_dtype: torch.dtype | None = self.traits[1]
+        self.frozen = self.traits.frozen
+        self.grad_dtype = self.traits.grad_dtype
         # A DTensor does not see writes to its local tensor.
         self.is_dtensor = is_dtensor(tensor)
 
@@ -61,15 +61,25 @@ class Lineage:
 class ParamInputs:
     """A parameter's tensors in one step: this rank's parts of the parameter, of its momentum and of its gradient."""
 
-    __slots__ = ("gradient", "local", "momentum", "param", "problem", "user_gradient")
+    __slots__ = (
+        "gradient",
+        "local",
+        "misfit",
+        "momentum",
+        "param",
+        "problem",
+        "user_gradient",
+    )
 
     def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
-        """Makes a missing momentum buffer in ``state``, and replaces one that does not fit."""
+        """Makes a missing momentum buffer in ``state``."""
         self.param = param
         # As the user set it.
         self.user_gradient = gradient
         # Why the momentum or the gradient cannot be used.
         self.problem = ""
+        # The momentum in the state, if it does not fit the parameter.
+        self.misfit: Any = None
         buffer = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
@@ -83,20 +93,23 @@ class ParamInputs:
         """Takes a parameter whose momentum or gradient does not fit it, or whose tensors are of other types."""
         tensor, gradient = self.param.tensor, self.user_gradient
         dtype = self._momentum_dtype
-        if not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
-            try:
-                buffer = fitting.fitting_momentum(tensor, buffer, dtype)
-                state["momentum_buffer"] = buffer
-            except (TypeError, ValueError) as error:
-                # The other ranks wait for this one, so they must hear of it first.
-                self.problem = str(error)
-                buffer = self._new_momentum()
         self.local = local_part(tensor)
-        self.momentum = local_part(buffer)
-        # None until ``place_gradient``.
+        # None until ``place``.
         self.gradient: Tensor | None = None
+        if not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
+            # The other ranks wait for this one, so they must hear of a problem first.
+            self.problem = fitting.problem_with_momentum(tensor, buffer)
+            self.misfit = buffer
+            # A step that moves nothing does not read it.
+            buffer = self._new_momentum()
+        self.momentum = local_part(buffer)
         if gradient is not None and not self.problem:
             self.problem = fitting.problem_with(tensor, gradient)
+
+    @property
+    def moves(self) -> int:
+        """A digest of the placements that collectives of DTensor's must change; 0 for none."""
+        return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
 
     @property
     def _momentum_dtype(self) -> torch.dtype | None:
@@ -111,10 +124,16 @@ class ParamInputs:
         dtype = self._momentum_dtype or tensor.dtype
         return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
 
-    def place_gradient(self, flatten: bool) -> None:
-        """Brings the gradient to the placement of the parameter, if need be by a collective of DTensor's, and to the
-        dtype of the momentum. To ``flatten`` it, it must be contiguous.
+    def place(self, state: Any, flatten: bool) -> None:
+        """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
+        one dtype. The momentum goes to ``state``. To ``flatten`` the gradient, it must be contiguous.
         """
+        if self.misfit is not None:
+            buffer = fitting.fitting_momentum(
+                self.param.tensor, self.misfit, self._momentum_dtype
+            )
+            state["momentum_buffer"] = buffer
+            self.momentum = local_part(buffer)
         if self.gradient is None and self.user_gradient is not None:
             self.gradient = fitting.local_gradient(
                 self.param.tensor, self.user_gradient, self.momentum.dtype
@@ -143,11 +162,13 @@ class StepInputs:
         self.params: list[Any] = [None] * len(ordered)
         self.problems: list[str] = []
         self.without_gradient: list[Param] = []
-        # Those whose gradient is not yet as a step takes it.
+        # Parameter index -> the digest of its momentum's and gradient's placements, if collectives must change them.
+        self.moves: dict[int, int] = {}
+        # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
         # (Parameter group, shape, device) -> the step size of these matrices.
         self._step_sizes: dict[Hashable, Any] = {}
-        # A buffer of another placement takes a collective, so all ranks go through parameters in one order.
+        self._states = states
         for param in ordered:
             if param.frozen:
                 continue
@@ -157,17 +178,27 @@ class StepInputs:
             self.params[index] = of_param
             if of_param.problem:
                 self.problems.append(f"{param.described}: {of_param.problem}")
-            elif gradient is None:
+                continue
+            if gradient is None:
                 self.without_gradient.append(param)
-            elif of_param.gradient is None or formulas[param.group].flatten:
+            is_usual = of_param.gradient is not None or gradient is None
+            is_usual = is_usual and of_param.misfit is None
+            if not is_usual:
+                moves = of_param.moves
+                if moves:
+                    self.moves[index] = moves
+            if not is_usual or formulas[param.group].flatten:
                 self._to_place.append(of_param)
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 
-    def place_gradients(self) -> None:
-        """Makes all gradients what a step takes. All ranks do so in one order."""
+    def place(self) -> None:
+        """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters."""
         for of_param in self._to_place:
-            of_param.place_gradient(self.formulas[of_param.param.group].flatten)
+            param = of_param.param
+            of_param.place(
+                self._states[param.tensor], self.formulas[param.group].flatten
+            )
 
     def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""

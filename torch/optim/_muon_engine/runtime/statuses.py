@@ -2,13 +2,11 @@
 
 Gradients never decide which of the engine's collectives run. At the start of a step, each rank of a group puts what it
 knows about each gradient into one small ``all_reduce(MAX)`` of integers, or two if gradients are many, and one more of
-a single integer in groups that overlap others. The
-first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
+a single integer in groups that overlap others. The first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
 On accelerators, a later step acts on this rank's own status, and the step after it reads the result. A digest
 comes with its negative: it is the same on all ranks if and only if the two maxima add up to zero.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,20 +17,16 @@ from torch.distributed import ProcessGroup
 
 from ..agreement import Agreement
 from ..process_groups import is_dry_run, larger_first, Ranks
-from .matrices import LocalMatrix, Status
+from .matrices import LocalMatrix
 from .mismatches import Column, difference, Header, OTHER_GROUP, other_program
 from .params import StepInputs
+from .status_rows import FIRST_ROWS, StatusRows
 from .transport import InFlight
 
 
-# Rows of the first all-reduce: equal for optimizers of all sizes, so that ranks which confuse them get an
-# error instead of another size. Few optimizers need a second one.
-_ROWS = 256
-
-
 class Statuses(InFlight):
-    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. Matrices
-    that have one gradient have one row. The group ``overlaps`` others without containing them.
+    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. The group
+    ``overlaps`` others without containing them.
     """
 
     def __init__(
@@ -47,32 +41,17 @@ class Statuses(InFlight):
         super().__init__(matrices, ranks)
         self._group, self.device = group, device
         self.overlaps = overlaps
-        by_gradient: dict[tuple[int, int], list[LocalMatrix]] = {}
-        for matrix in matrices:
-            by_gradient.setdefault(matrix.gradient_key, []).append(matrix)
-        # The matrices of each gradient, whose rows come after the header.
-        self._gradients = list(by_gradient.values())
-        self._rows_of_group = _rows_of_groups(self._gradients)
+        # What this rank says.
+        self._own = StatusRows(matrices, serial)
         # Places of the rows that are whole on every rank: the first step that moves them compares their values.
         self._replicated = [
             place
-            for place, of_gradient in enumerate(self._gradients, 1)
+            for place, of_gradient in enumerate(self._own.gradients, 1)
             if all(len(m.layout.shards.replica_sets) == 1 for m in of_gradient)
         ]
-        # This rank's rows, of which a step writes those that are different now.
-        row_count = 1 + len(self._gradients)
-        shape = max(_ROWS, row_count), len(Column)
-        self._own = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        identity = _identity(serial, matrices)
-        self._own[0, Header.OPTIMIZER] = identity
-        self._own[0, Header.MINUS_OPTIMIZER] = -identity
-        self._own[1:row_count, Column.PRESENT] = 1
-        self._written = [Status.PRESENT] * len(self._gradients)
-        # Whether the last step had all gradients. The first one may be of a rank that stores no element of some.
-        self._is_complete = False
         # The table that the group reduces, and the result on the host. Only copies between a device and pinned
         # memory do not wait.
-        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._table = torch.zeros_like(self._own.rows, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
         if device.type != "cpu":
@@ -85,55 +64,31 @@ class Statuses(InFlight):
         # Whether the result in ``_host`` is unread.
         self._is_new = False
         # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
-        self._is_partial = False
-        # Fake tensors have no values.
-        self._is_dry_run = is_dry_run()
+        self._lacks_second = False
 
     def start(self, step: int, inputs: StepInputs, differs: bool, awaits: bool) -> None:
         """Starts the ``step``-th step's all-reduce. It ``differs`` if this rank knows of a problem: its own, or that of
         a smaller group.
         """
-        self._own[0, Header.STEP] = step
-        self._own[0, Header.MINUS_STEP] = -step
-        self._own[0, Header.ELSEWHERE] = differs
+        self._own.write(step, inputs, differs)
         self._has_problem = differs or bool(inputs.problems)
-        for group, places in self._rows_of_group.items():
-            digest = inputs.formulas[group].digest
-            self._own[places, Column.OPTIONS] = digest
-            self._own[places, Column.MINUS_OPTIONS] = -digest
-        # The usual step has all gradients, and so has the same statuses as the last one.
-        if not (inputs.is_complete and self._is_complete):
-            self._write_statuses(inputs)
         if self._host is not self._table:
             # The last result was read, so this memory is free. A copy from it does not wait.
-            self._host.copy_(self._own)
+            self._host.copy_(self._own.rows)
             self._table.copy_(self._host, non_blocking=True)
         else:
-            self._table.copy_(self._own)
+            self._table.copy_(self._own.rows)
         if self._replicated:
             self._add_values(inputs)
         self._is_new = True
-        self._is_partial = awaits and len(self._table) > _ROWS
+        self._lacks_second = awaits and len(self._table) > FIRST_ROWS
         self.reduce()
-
-    def _write_statuses(self, inputs: StepInputs) -> None:
-        """Writes the statuses that differ from those of the last step."""
-        self._is_complete = inputs.is_complete
-        places, one_hots = [], []
-        for at, of_gradient in enumerate(self._gradients):
-            status = of_gradient[0].status(inputs)
-            if status != self._written[at]:
-                self._written[at] = status
-                places.append(at + 1)
-                one_hots.append([int(status == each) for each in range(Status.EMPTY)])
-        if places:
-            self._own[places, : Status.EMPTY] = torch.tensor(one_hots, device="cpu")
 
     def reduce(self) -> None:
         """Starts the first all-reduce, and also the second one if the step does not await the first."""
-        self._reduce(self._table[:_ROWS])
-        if len(self._table) > _ROWS and not self._is_partial:
-            self._reduce(self._table[_ROWS:])
+        self._reduce(self._table[:FIRST_ROWS])
+        if len(self._table) > FIRST_ROWS and not self._lacks_second:
+            self._reduce(self._table[FIRST_ROWS:])
 
     def _reduce(self, rows: Tensor) -> None:
         largest, group = dist.ReduceOp.MAX, self._group
@@ -146,7 +101,7 @@ class Statuses(InFlight):
 
     def differs_elsewhere(self, is_known: bool) -> bool:
         """Whether a rank of this group knows of a mismatch, as this one does if ``is_known``. Waits."""
-        if self._is_dry_run:
+        if is_dry_run():
             return False
         self._flag.fill_(is_known)
         self.reduce_flag()
@@ -159,7 +114,7 @@ class Statuses(InFlight):
         places = [place for place in self._replicated if self._moves(place, inputs)]
         if places:
             digests = [
-                _digest_of(self._gradients[place - 1], inputs) for place in places
+                _digest_of(self._own.gradients[place - 1], inputs) for place in places
             ]
             values = torch.stack([digest.to(self.device) for digest in digests])
             self._table[places, Column.VALUES] = values
@@ -167,7 +122,7 @@ class Statuses(InFlight):
 
     def _moves(self, place: int, inputs: StepInputs) -> bool:
         """Whether this step moves the matrices of a row."""
-        return inputs.formulas[self._gradients[place - 1][0].group].moves
+        return inputs.formulas[self._own.gradients[place - 1][0].group].moves
 
     def finish(self, inputs: StepInputs) -> None:
         """Ends a step that has moved its matrices."""
@@ -181,7 +136,7 @@ class Statuses(InFlight):
 
     def _fetch(self) -> None:
         """On accelerators, the host waits neither for the all-reduce nor for the copy of the result."""
-        is_new = bool(self.works) and not self._is_dry_run
+        is_new = bool(self.works) and not is_dry_run()
         self.wait()
         if is_new and self._host is not self._table:
             self._host.copy_(self._table, non_blocking=True)
@@ -197,24 +152,24 @@ class Statuses(InFlight):
     def _result(self) -> list[list[int]]:
         """The rows that were reduced: the header, and one for each gradient. Waits."""
         self._wait_for_result()
-        return self._host[: len(self._gradients) + 1].tolist()
+        return self._host[: self._own.count].tolist()
 
     def mismatch(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
         ``inputs`` of that step, the text has this rank's options.
         """
-        if not self._is_new or self._is_dry_run:
+        if not self._is_new or is_dry_run():
             return ""
         self._is_new = False
-        if not self._is_partial and self._agree():
+        if not self._lacks_second and self._agree():
             return ""
         header, *rows = self._result()
         text = other_program(header, self.matrices)
-        if self._is_partial and not text:
+        if self._lacks_second and not text:
             # The second all-reduce comes after this check, or those of two optimizers would pair up.
-            self._reduce(self._table[_ROWS:])
+            self._reduce(self._table[FIRST_ROWS:])
             rows = self._result()[1:]
-        text = text or difference(self._gradients, rows, inputs)
+        text = text or difference(self._own.gradients, rows, inputs)
         return text or (OTHER_GROUP if header[Header.ELSEWHERE] else "")
 
     def _agree(self) -> bool:
@@ -222,8 +177,8 @@ class Statuses(InFlight):
         if self._has_problem:
             return False
         self._wait_for_result()
-        count = len(self._gradients) + 1
-        return torch.equal(self._host[:count], self._own[:count])
+        count = self._own.count
+        return torch.equal(self._host[:count], self._own.rows[:count])
 
 
 class SideChannel:
@@ -313,24 +268,6 @@ def side_channel(
                 )
             )
     return SideChannel(statuses, device)
-
-
-def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
-    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
-    keys = [(matrix.layout.key, matrix.layout.shape) for matrix in matrices]
-    # Ranks may name the modules of an expert differently.
-    names = [(k.name if k.expert is None else k.expert, shape) for k, shape in keys]
-    return zlib.crc32(repr((serial, names)).encode())
-
-
-def _rows_of_groups(
-    gradients: Sequence[Sequence[LocalMatrix]],
-) -> dict[int, Tensor]:
-    """Parameter group -> the places of its rows in the table."""
-    places: dict[int, list[int]] = {}
-    for place, of_gradient in enumerate(gradients, 1):
-        places.setdefault(of_gradient[0].group, []).append(place)
-    return {group: torch.tensor(of, device="cpu") for group, of in places.items()}
 
 
 def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
