@@ -136,6 +136,21 @@ class TestMuonChannelsLast(TestCase):
                 self.assertTrue(torch.equal(loaded_buffer, buffer))
                 self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
 
+    def test_momentum_of_the_other_format(self):
+        """With a config, a step broke off half way at momentum that a user had put back in channels_last."""
+        kernels = [nn.Parameter(randn(1, 8, 6, 3, 3)) for _ in range(2)]
+        muons: list[Muon] = []
+        for kernel, config in zip(kernels, (None, "auto")):
+            group = {"params": [kernel], "flatten": True}
+            muons.append(Muon([group], lr=0.1, distributed_config=config))
+            self.train(muons[-1], kernel, range(2))
+        state = muons[1].state[kernels[1]]
+        momentum = state["momentum_buffer"]
+        state["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
+        for muon, kernel in zip(muons, kernels):
+            self.train(muon, kernel, range(2, 4))
+        self.assertTrue(torch.equal(*(kernel.detach() for kernel in kernels)))
+
     def test_format_that_changes(self):
         """``module.to`` replaces the storage between steps; momentum follows."""
         conv, twin = (nn.Conv2d(6, 8, 3, bias=False) for _ in range(2))

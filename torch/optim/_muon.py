@@ -449,9 +449,12 @@ def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
     keys = [key for group in loaded["param_groups"] for key in group["params"]]
     for key, param in zip(keys, muon._tensors(), strict=True):
         buffer = loaded["state"].get(key, {}).get("momentum_buffer")
-        if isinstance(buffer, Tensor) and param.grad_dtype not in (None, param.dtype):
-            buffer = buffer.to(param.device, param.grad_dtype)
-            muon.state[param]["momentum_buffer"] = buffer
+        if isinstance(buffer, Tensor):
+            # Gradients of any dtype may have given it the one that was saved.
+            dtype = param.grad_dtype or buffer.dtype
+            if dtype != param.dtype:
+                buffer = buffer.to(param.device, dtype)
+                muon.state[param]["momentum_buffer"] = buffer
 
 
 def _new_engine(muon: Muon) -> Engine:

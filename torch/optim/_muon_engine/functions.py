@@ -52,6 +52,8 @@ class FunctionExchange(InFlight):
         self.relays = ()
         # This rank's piece of the tensor to orthogonalize, and then of the update.
         self.piece: Any = None
+        # The shape of this rank's part of the parameter.
+        self.local_shape: tuple[int, ...] = ()
         # What ``gather_fn`` returned, and the update of this shape.
         self.whole: Any = None
         self.update: Tensor | None = None
@@ -71,6 +73,8 @@ class FunctionExchange(InFlight):
 
     def start_scatter(self) -> None:
         self.piece = self._call("redistribute_fn", self.update)
+        # Here, before anything of it or of later parameters moves.
+        self.piece = self._step.checked_piece(self)
 
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
@@ -90,8 +94,6 @@ class FunctionStep:
     Ranks that share parameters go through them in one order: ascending, but experts last and by their ids.
     """
 
-    # This rank raises its own problem after all calls, because the other ranks wait for them.
-    awaits_statuses = False
     # There are no statuses to read.
     is_unread = False
 
@@ -104,6 +106,9 @@ class FunctionStep:
         for layout in engine.schedule.layouts:
             self.layouts[layout.key.index].append(layout)
         self.progress = Progress()
+        # Whether this rank raises its own problem before all calls. It raises that of a gradient after them, because
+        # the other ranks wait for them.
+        self.awaits_statuses = False
         self._exchanges: list[FunctionExchange] = []
         self._executor = self._make_executor()
 
@@ -134,6 +139,8 @@ class FunctionStep:
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Has no side channel, so nobody hears if ranks differ."""
+        # Nothing moves with momentum that cannot be used.
+        self.awaits_statuses = inputs.has_unusable_momentum
         return ""
 
     def mismatch(self) -> str:
@@ -142,8 +149,7 @@ class FunctionStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader
-        self.progress.now = "placement of gradients", self.engine.ordered
-        inputs.place()
+        inputs.place(self.progress)
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
@@ -170,6 +176,7 @@ class FunctionStep:
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
         bucket.piece = like_param(param.tensor, piece)
+        bucket.local_shape = tuple(of_param.local.shape)
 
     def compute(
         self, bucket: FunctionExchange, batch: None, inputs: StepInputs
@@ -193,10 +200,9 @@ class FunctionStep:
     def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
         """Applies this rank's piece of the update."""
         param, of_param = bucket.param, inputs.params[bucket.param.key.index]
-        piece = self._checked_piece(bucket, of_param.local)
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]
-            self._apply(bucket, piece, inputs)
+            self._apply(bucket, bucket.piece, inputs)
         # The next parameters need the memory.
         bucket.clear()
 
@@ -205,8 +211,10 @@ class FunctionStep:
     ) -> None:
         """There are no relays to apply."""
 
-    def _checked_piece(self, bucket: FunctionExchange, local: Tensor) -> Tensor:
-        """This rank's piece of the update, of the shape of the parameter's ``local`` part."""
+    def checked_piece(self, bucket: FunctionExchange) -> Tensor:
+        """This rank's piece of the update as a plain tensor. Raises RuntimeError if ``redistribute_fn`` returned something
+        else.
+        """
         piece, update, param = bucket.piece, bucket.update, bucket.param
         # Only once, because reading a value waits for an accelerator.
         is_same = piece is update and self.engine.steps == 1
@@ -217,7 +225,7 @@ class FunctionStep:
                     f"owner, rank {bucket.owner}, updates it, so replicas diverge: broadcast the update",
                     stacklevel=2,
                 )
-        kind, shape = type(piece).__name__, tuple(local.shape)
+        kind, shape = type(piece).__name__, bucket.local_shape
         if isinstance(piece, Tensor):
             piece = local_part(piece)
             kind = f"shape {tuple(piece.shape)}"

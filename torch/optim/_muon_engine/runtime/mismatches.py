@@ -42,7 +42,7 @@ _OTHER_VALUES = (
     "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
     "experts that are not shared), leave their group out of the config"
 )
-_UNUSABLE = "a rank has a gradient for these that it cannot use. The error on that rank says why"
+_UNUSABLE = "a rank has a gradient or momentum for these that it cannot use. The error on that rank says why"
 _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
     "unused expert or a branch that one rank skips"

@@ -127,8 +127,7 @@ class PackedStep:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
         try:
             self._bind(inputs.formulas)
-            self.progress.now = "placement of gradients", self._ordered
-            inputs.place()
+            inputs.place(self.progress)
             self._executor.run(inputs)
             self.side_channel.finish(inputs)
         except BaseException:

@@ -126,7 +126,7 @@ class ParamInputs:
 
     def place(self, state: Any, flatten: bool) -> None:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to ``state``. To ``flatten`` the gradient, it must be contiguous.
+        one dtype. The momentum goes to ``state``. To ``flatten`` them, they must be contiguous.
         """
         if self.misfit is not None:
             buffer = fitting.fitting_momentum(
@@ -138,8 +138,14 @@ class ParamInputs:
             self.gradient = fitting.local_gradient(
                 self.param.tensor, self.user_gradient, self.momentum.dtype
             )
-        if flatten and self.gradient is not None:
+        if not flatten:
+            return
+        if self.gradient is not None:
             self.gradient = self.gradient.contiguous()
+        if not self.momentum.is_contiguous():
+            # A user may put it back in channels_last.
+            self.momentum = self.momentum.contiguous()
+            state["momentum_buffer"] = like_param(self.param.tensor, self.momentum)
 
 
 class StepInputs:
@@ -192,10 +198,21 @@ class StepInputs:
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 
-    def place(self) -> None:
-        """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters."""
+    @property
+    def has_unusable_momentum(self) -> bool:
+        for of_param in self.params:
+            if of_param is not None and of_param.problem:
+                if of_param.misfit is not None:
+                    return True
+        return False
+
+    def place(self, progress: Any) -> None:
+        """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters, of which
+        ``progress`` is told.
+        """
         for of_param in self._to_place:
             param = of_param.param
+            progress.now = "placement of the gradient", [param]
             of_param.place(
                 self._states[param.tensor], self.formulas[param.group].flatten
             )
