@@ -46,8 +46,9 @@ def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> No
         raise ValueError(
             "Number of steps must be less than 100 for computational efficiency"
         )
-    per_step = _is_per_step(ns_coefficients)
-    if any(len(c) != 3 for c in (ns_coefficients if per_step else [ns_coefficients])):
+    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
+    per_step = coefficients is ns_coefficients
+    if any(len(c) != 3 for c in (coefficients if per_step else [ns_coefficients])):
         raise ValueError("Coefficients must be a tuple of exactly 3 values")
     if per_step and len(ns_coefficients) != ns_steps:
         raise ValueError(
@@ -63,15 +64,11 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
-def _is_per_step(ns_coefficients: Sequence[Any]) -> bool:
-    return bool(ns_coefficients) and isinstance(ns_coefficients[0], (list, tuple))
-
-
 def coefficients_of_steps(
     ns_coefficients: Sequence[Any], ns_steps: int
 ) -> Sequence[Coefficients]:
-    """The coefficients of each step."""
-    if _is_per_step(ns_coefficients):
+    """The coefficients of each step: ``ns_coefficients`` themselves, if they are one tuple for each."""
+    if ns_coefficients and isinstance(ns_coefficients[0], (list, tuple)):
         return ns_coefficients
     return [ns_coefficients] * ns_steps  # type: ignore[list-item]
 
