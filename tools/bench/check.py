@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 
 
 def work(rank: int, world: int, repetitions: int) -> list[Measured]:
-    """What this rank has measured, by setting."""
+    """The measurements of this rank, by setting."""
     laid = lay("shard", "square", world)
     flops = newton_schulz_flops(laid.shapes[0])
     measurements = []
