@@ -40,7 +40,7 @@ MakeModule = Callable[[], torch.nn.Module]
 
 
 class Parameters(NamedTuple):
-    """What a source says about the parameters of a model.
+    """The parameters of a model, as a source describes them.
 
     Args:
         candidates: the shapes of those that may be Muon's, by name.
@@ -250,7 +250,7 @@ def answer(
 
 
 def _waits(report: dict[str, Any], rank: int) -> str:
-    """What ``rank`` does in the step, from its begin to its end."""
+    """The phases of ``rank`` in the step, in their order."""
     begins, ends = [], []
     for event in report["simulated"].events:
         if event.kind == "orthogonalize":
@@ -276,7 +276,7 @@ def _waits(report: dict[str, Any], rank: int) -> str:
 
 
 def _limits(report: dict[str, Any]) -> str:
-    """What no step undercuts, and with how many tokens Muon is cheap."""
+    """Times that no step undercuts, and the tokens with which Muon is cheap."""
     work = milliseconds(report["share"])
     largest = milliseconds(report["largest"])
     wire = milliseconds(report["wire"])
@@ -363,7 +363,7 @@ def _changes(report: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
 
 
 def _other_cases(case: Case) -> dict[str, Case]:
-    """What training could do otherwise, by its words."""
+    """Alternatives for the training, by their description."""
     others = {}
     if case.model.fused:
         change = "split_of(model) for fused weights, as training should"
