@@ -84,10 +84,10 @@ class Measured(NamedTuple):
 
 
 def work(rank: int, world: int, repetitions: int) -> list[Measured]:
-    """What this rank has measured, by setting."""
+    """The measurements of this rank, by setting."""
     laid = lay("shard", "square", world)
     flops = newton_schulz_flops(laid.shapes[0])
-    found = []
+    measurements = []
     for setting in SETTINGS:
         config = laid.make_config(setting.prefetch)
         config.async_gpu_parallelism = setting.is_parallel
@@ -105,8 +105,8 @@ def work(rank: int, world: int, repetitions: int) -> list[Measured]:
         plan = make_plan(optimizer._engine.schedule, world, hardware.gpus_per_node)
         simulated = simulate(plan, hardware, setting.prefetch)
         times = _times(optimizer, SlowWire(latency), repetitions)
-        found.append(Measured(times, simulated.seconds))
-    return found
+        measurements.append(Measured(times, simulated.seconds))
+    return measurements
 
 
 def _times(optimizer: Muon, wire: SlowWire, repetitions: int) -> list[float]:

@@ -177,17 +177,17 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
     if args.html is not None and len(cases) > 1:
         titles = "\n".join(case.title for case in cases)
         raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
-    found = []
+    reports = []
     for case in cases:
         schedule = report.schedule_of(case, hardware)
-        found.append(report.report(case, schedule, hardware, prefetch))
+        reports.append(report.report(case, schedule, hardware, prefetch))
         if args.html is not None:
             page.write(args.html, case.title, schedule, case.world, hardware, prefetch)
     if args.model is not None:
-        yield own.answer(found[0], notes, hardware, prefetch)
+        yield own.answer(reports[0], notes, hardware, prefetch)
         return
-    yield report.text(found)
-    yield report.divided_text(found)
+    yield report.text(reports)
+    yield report.divided_text(reports)
 
 
 COMMANDS = {

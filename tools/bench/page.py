@@ -109,19 +109,19 @@ def _bars(
     mean: float | None = None,
 ) -> str:
     """One row per rank, with one bar per series and the words of the rank."""
-    most = max(float(values.max()) for values, _ in series) or 1.0
+    largest = max(float(values.max()) for values, _ in series) or 1.0
     height = (HEIGHT - 3) / len(series)
     parts = []
     for row, rank in enumerate(ranks):
-        top = row * HEIGHT
-        parts.append(_label(top, f"rank {rank}"))
-        for number, (values, kind) in enumerate(series):
-            width = WIDTH * values[rank] / most
-            box = Box(LEFT, top + number * height, width, height)
+        row_top = row * HEIGHT
+        parts.append(_label(row_top, f"rank {rank}"))
+        for series_index, (values, kind) in enumerate(series):
+            width = WIDTH * values[rank] / largest
+            box = Box(LEFT, row_top + series_index * height, width, height)
             parts.append(_rect(kind, rank, box, f"rank {rank}: {words[rank]}"))
-        parts.append(_label(top, words[rank], LEFT + WIDTH + 6))
+        parts.append(_label(row_top, words[rank], LEFT + WIDTH + 6))
     if mean is not None:
-        x = LEFT + WIDTH * mean / most
+        x = LEFT + WIDTH * mean / largest
         bottom = len(ranks) * HEIGHT
         parts.append(f'<path class="mean" d="M{x:.1f} 0V{bottom}"/>')
     return _svg(name, len(ranks), parts)
@@ -134,13 +134,13 @@ def _timeline(step: Step, ranks: NDArray) -> str:
         parts.append(_label(row * HEIGHT, f"rank {rank}"))
     for event in step.events:
         for row, rank in enumerate(ranks):
-            top = row * HEIGHT + LANES[event.kind] * lane_height
-            for place in np.flatnonzero(event.ranks == rank):
-                begin = float(event.begin[place])
-                end = float(event.end[place])
+            lane_top = row * HEIGHT + LANES[event.kind] * lane_height
+            for event_index in np.flatnonzero(event.ranks == rank):
+                begin = float(event.begin[event_index])
+                end = float(event.end[event_index])
                 x = LEFT + WIDTH * begin / step.seconds
                 width = WIDTH * (end - begin) / step.seconds
-                box = Box(x, top, width, lane_height)
+                box = Box(x, lane_top, width, lane_height)
                 words = f"{milliseconds(begin)} to {milliseconds(end)} ms"
                 parts.append(_rect(event.kind, rank, box, f"{event.kind}: {words}"))
     return _svg("timeline", len(ranks), parts)
@@ -159,13 +159,13 @@ def _svg(name: str, rows: int, parts: Sequence[str]) -> str:
     return "\n".join([begin, *parts, "</svg>"])
 
 
-def _rect(kind: str, rank: int, box: Box, words: str) -> str:
+def _rect(kind: str, rank: int, box: Box, tooltip: str) -> str:
     corner = f'x="{box.x:.1f}" y="{box.y:.1f}"'
     size = f'width="{box.width:.2f}" height="{box.height:.1f}"'
-    title = f"<title>{words}</title>"
+    title = f"<title>{tooltip}</title>"
     return f'<rect class="{kind}" data-rank="{rank}" {corner} {size}>{title}</rect>'
 
 
-def _label(y: float, words: str, x: float = 0) -> str:
+def _label(y: float, text: str, x: float = 0) -> str:
     baseline = y + HEIGHT - 5
-    return f'<text x="{x}" y="{baseline:.1f}">{words}</text>'
+    return f'<text x="{x}" y="{baseline:.1f}">{text}</text>'

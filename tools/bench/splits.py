@@ -32,8 +32,8 @@ def work(rank: int, world: int, repetitions: int) -> list[list[float]]:
 
 def slowest(results: Sequence[list[list[float]]]) -> list[list[float]]:
     """The seconds of the slowest rank, planning and packing apart, for no split and each of ``SPLITS``."""
-    found = []
+    seconds = []
     for by_rank in zip(*results, strict=True):
         planning, packing = zip(*by_rank, strict=True)
-        found.append([max(planning), max(packing)])
-    return found
+        seconds.append([max(planning), max(packing)])
+    return seconds

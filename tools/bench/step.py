@@ -69,7 +69,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
 
 
 class _Storage(NamedTuple):
-    """What the elementwise passes read and write of one parameter. Only a source has ``ahead``."""
+    """The tensors of one parameter in the elementwise passes. Only a source has ``ahead``."""
 
     param: Tensor
     grad: Tensor

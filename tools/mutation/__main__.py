@@ -57,7 +57,7 @@ def main(argv: list[str], root: Path = ROOT) -> int:
 
 
 def try_faults(args: argparse.Namespace, root: Path) -> dict[str, str]:
-    """What noticed each fault, by its name; "" if nothing did."""
+    """The test that noticed each fault, by the name of the fault; "" if none did."""
     place, optim = root / "build" / "mutation", root / "torch" / "optim"
     faults: Iterable[Fault]
     if args.listed:

@@ -114,21 +114,21 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
     dense, n_experts = model.shapes, 0
     if placement.places_experts:
         dense, n_experts = model.dense, model.n_experts
-    found: list[Layout] = []
+    layouts: list[Layout] = []
     for index, shape in enumerate(dense):
         by_columns = kind == "tp" and index % 2 == 1
         shards = placement.dense(shape, by_columns)
         key = Key(index, name=names[index])
-        found.append(Layout(key, shape, torch.float32, shards))
+        layouts.append(Layout(key, shape, torch.float32, shards))
     for expert in range(n_experts):
         for shape in model.expert:
-            index = len(found)
+            index = len(layouts)
             shards = placement.expert(shape, expert)
             key = Key(index, name=names[index], expert=expert)
-            found.append(Layout(key, shape, torch.float32, shards))
+            layouts.append(Layout(key, shape, torch.float32, shards))
     if not model.is_split:
-        return found
-    return _split(found, model)
+        return layouts
+    return _split(layouts, model)
 
 
 def _split(layouts: list[Layout], model: Model) -> list[Layout]:

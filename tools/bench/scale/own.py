@@ -40,7 +40,7 @@ MakeModule = Callable[[], torch.nn.Module]
 
 
 class Parameters(NamedTuple):
-    """What a source says about the parameters of a model.
+    """The parameters of a model, as a source describes them.
 
     Args:
         candidates: the shapes of those that may be Muon's, by name.
@@ -154,40 +154,40 @@ def _from_transformers(path: Path) -> MakeModule:
 
 def _of_muon(parameters: Parameters) -> dict[str, Sequence[int]]:
     """The shapes of matrices, and of stacks of them."""
-    found = {}
+    shapes = {}
     for name, shape in parameters.candidates.items():
         is_stack = len(shape) == 3 and (parameters.is_module or "expert" in name)
         if len(shape) == 2 or is_stack:
-            found[name] = shape
-    return found
+            shapes[name] = shape
+    return shapes
 
 
 def _matrices_of(parameters: Parameters) -> list[Matrix]:
     """Those outside of experts first, then those of each expert."""
-    found = []
+    matrices = []
     for name, shape in _of_muon(parameters).items():
         if len(shape) == 2:
             numbered = re.search(r"\bexperts\.(\d+)\.", name)
             expert = int(numbered[1]) if numbered else NO_EXPERT
-            found.append(Matrix(name, tuple(shape), expert))
+            matrices.append(Matrix(name, tuple(shape), expert))
             continue
         experts, *of_one = shape
         for expert in range(experts):
-            found.append(Matrix(f"{name}[{expert}]", tuple(of_one), expert))
-    return sorted(found, key=lambda matrix: matrix.expert)
+            matrices.append(Matrix(f"{name}[{expert}]", tuple(of_one), expert))
+    return sorted(matrices, key=lambda matrix: matrix.expert)
 
 
 def _fitting_splits(
     parameters: Parameters, matrices: Iterable[Matrix]
 ) -> dict[str, Split]:
     """The splits that fit the shapes of their matrices, by name of the matrix."""
-    found = {}
+    splits = {}
     for matrix in matrices:
         weight, _, _ = matrix.name.partition("[")
         split = Split.of(parameters.fused.get(weight))
         if not split.problem_with(matrix.shape):
-            found[matrix.name] = split
-    return found
+            splits[matrix.name] = split
+    return splits
 
 
 def _notes(model: Model, parameters: Parameters) -> str:
@@ -231,31 +231,33 @@ def case_of(
     return Case(name, kind, outer, inner, model)
 
 
-def answer(found: dict[str, Any], notes: str, hardware: Hardware, prefetch: int) -> str:
-    """At most 25 lines about ``found``, a report, with ``notes`` about its model."""
-    case = found["case"]
-    busiest = int(found["simulated"].busy.argmax())
+def answer(
+    report: dict[str, Any], notes: str, hardware: Hardware, prefetch: int
+) -> str:
+    """At most 25 lines about the ``report`` of one case, with ``notes`` about its model."""
+    case = report["case"]
+    busiest = int(report["simulated"].busy.argmax())
     title = f"{case.title}\nMuon has {notes}."
     figures = [
-        _waits(found, busiest),
-        _limits(found),
-        _memory(found, busiest),
-        _owners(found, busiest),
+        _waits(report, busiest),
+        _limits(report),
+        _memory(report, busiest),
+        _owners(report, busiest),
     ]
-    changes = f"What to change (simulated):\n{_changes(found, hardware, prefetch)}"
+    changes = f"What to change (simulated):\n{_changes(report, hardware, prefetch)}"
     assumptions = _assumptions(hardware, case.model)
     return "\n\n".join([title, "\n".join(figures), changes, assumptions])
 
 
-def _waits(found: dict[str, Any], rank: int) -> str:
-    """What ``rank`` does in the step, from its begin to its end."""
+def _waits(report: dict[str, Any], rank: int) -> str:
+    """The phases of ``rank`` in the step, in their order."""
     begins, ends = [], []
-    for event in found["simulated"].events:
+    for event in report["simulated"].events:
         if event.kind == "orthogonalize":
             for place in np.flatnonzero(event.ranks == rank):
                 begins.append(float(event.begin[place]))
                 ends.append(float(event.end[place]))
-    step = found["step"]
+    step = report["step"]
     busy = sum(end - begin for begin, end in zip(begins, ends))
     waits = abs(ends[-1] - begins[0] - busy)
     seconds_of = {
@@ -264,7 +266,7 @@ def _waits(found: dict[str, Any], rank: int) -> str:
         "waits for other matrices": waits,
         "until all ranks have the last updates": step - ends[-1],
     }
-    share = f"{found['of_training']:.2%} of a training step"
+    share = f"{report['of_training']:.2%} of a training step"
     lines = [
         f"A step of Muon takes {milliseconds(step)} ms, {share}. On its busiest rank:"
     ]
@@ -273,25 +275,25 @@ def _waits(found: dict[str, Any], rank: int) -> str:
     return "\n".join(lines)
 
 
-def _limits(found: dict[str, Any]) -> str:
-    """What no step undercuts, and with how many tokens Muon is cheap."""
-    work = milliseconds(found["share"])
-    largest = milliseconds(found["largest"])
-    wire = milliseconds(found["wire"])
-    rest, case = found["rest"], found["case"]
+def _limits(report: dict[str, Any]) -> str:
+    """Times that no step undercuts, and the tokens with which Muon is cheap."""
+    work = milliseconds(report["share"])
+    largest = milliseconds(report["largest"])
+    wire = milliseconds(report["wire"])
+    rest, case = report["rest"], report["case"]
     tokens = case.model.tokens
     # With these tokens, forward and backward take 99 times as long as Muon.
-    enough = 99 * found["step"] / rest * tokens
-    millions, enough_millions = tokens / 1e6, enough / 1e6
-    of_rank = enough / case.world
+    enough_tokens = 99 * report["step"] / rest * tokens
+    millions, enough_millions = tokens / 1e6, enough_tokens / 1e6
+    of_rank = enough_tokens / case.world
     return f"""\
 Limits: {work} ms (all work, divided by the ranks), {largest} ms (the largest matrix), {wire} ms (bytes).
 The rest of a training step takes {rest:.3g} s, with {millions:.3g} million tokens (--tokens).
 Muon's share would be 1% with {enough_millions:.3g} million tokens, {of_rank:,.0f} for each rank."""
 
 
-def _memory(found: dict[str, Any], rank: int) -> str:
-    schedule = found["schedule"]
+def _memory(report: dict[str, Any], rank: int) -> str:
+    schedule = report["schedule"]
     elements = 0
     owned_of_shape: Counter[Shape] = Counter()
     for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
@@ -299,26 +301,27 @@ def _memory(found: dict[str, Any], rank: int) -> str:
             elements += layout.shards.numel_of(rank)
         if owner == rank:
             owned_of_shape[layout.shape] += 1
-    most = 0
+    most_bytes = 0
     for shape, count in owned_of_shape.items():
         batch = min(count, batch_size(shape))
-        most = max(most, newton_schulz_bytes(shape) * batch)
+        most_bytes = max(most_bytes, newton_schulz_bytes(shape) * batch)
     momentum = 4 * elements / 1e9
-    buffers = found["buffers"] / 1e9
-    newton_schulz = most / 1e9
+    buffers = report["buffers"] / 1e9
+    newton_schulz = most_bytes / 1e9
     in_step = f"{buffers:.2f} GB of buffers, {newton_schulz:.2f} GB for Newton-Schulz"
     return f"Memory of this rank: {momentum:.2f} GB of momentum; in a step {in_step}."
 
 
-def _owners(found: dict[str, Any], rank: int) -> str:
-    schedule, world = found["schedule"], found["case"].world
-    owned = Counter(schedule.owners)
-    most = max(owned.values())
+def _owners(report: dict[str, Any], rank: int) -> str:
+    schedule, world = report["schedule"], report["case"].world
+    matrices_of_owner = Counter(schedule.owners)
+    most_matrices = max(matrices_of_owner.values())
     names = []
     for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
         if owner == rank:
             names.append(layout.key.short)
-    owners = f"{len(owned)} of {world} ranks, with at most {most} matrices"
+    count = len(matrices_of_owner)
+    owners = f"{count} of {world} ranks, with at most {most_matrices} matrices"
     return f"Owners: {owners}. This one is rank {rank} and owns\n{listed(names, 2)}."
 
 
@@ -335,24 +338,24 @@ x tokens; embeddings, heads, attention's products and recomputation would lower 
 over local memory, which AdamW makes too, launches and congestion. None of this is measured on GPUs."""
 
 
-def _changes(found: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
+def _changes(report: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
     """Simulated alternatives that are worth it, the fastest first."""
     tried = {}
-    for owners, seconds in found["divided"].items():
+    for owners, seconds in report["divided"].items():
         change = f"owners_per_matrix={owners}, whose bits are not those of one process"
         tried[change] = seconds
     change = f"prefetch_count={prefetch + 1}, with one more bucket of memory"
-    tried[change] = simulate(found["plan"], hardware, prefetch + 1).seconds
+    tried[change] = simulate(report["plan"], hardware, prefetch + 1).seconds
     nodes = hardware.gpus_per_node
-    for change, case in _other_cases(found["case"]).items():
+    for change, case in _other_cases(report["case"]).items():
         plan = make_plan(schedule_of(case, hardware), case.world, nodes)
         tried[change] = simulate(plan, hardware, prefetch).seconds
-    worth = (1 - WORTH) * found["step"]
+    worth = (1 - WORTH) * report["step"]
     fastest = sorted(tried.items(), key=lambda change: change[1])
     lines = []
     for change, seconds in fastest[:3]:
         if seconds < worth:
-            share = seconds / (seconds + found["rest"])
+            share = seconds / (seconds + report["rest"])
             lines.append(f"  {milliseconds(seconds):>6} ms, {share:.2%}: {change}")
     if not lines:
         return f"  nothing: no option saves {WORTH:.0%} of the step"
@@ -360,7 +363,7 @@ def _changes(found: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
 
 
 def _other_cases(case: Case) -> dict[str, Case]:
-    """What training could do otherwise, by its words."""
+    """Alternatives for the training, by their description."""
     others = {}
     if case.model.fused:
         change = "split_of(model) for fused weights, as training should"

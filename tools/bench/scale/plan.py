@@ -339,12 +339,12 @@ def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
 
 def _replica_sets(schedule: Schedule, bucket: Bucket) -> list[tuple[int, ...]]:
     """Those that hold a part of a matrix of ``bucket``."""
-    found = set()
+    replica_sets = set()
     for shards in {schedule.layouts[matrix].shards for matrix in bucket.matrices}:
         for replicas in shards.replica_sets:
             if len(replicas) > 1 and not shards.is_empty(replicas[0]):
-                found.add(replicas)
-    return sorted(found)
+                replica_sets.add(replicas)
+    return sorted(replica_sets)
 
 
 def _wave_of(relays: list[Relay]) -> Wave:

@@ -133,19 +133,19 @@ def _rest_of_training(case: Case, hardware: Hardware) -> float:
 
 def link_bytes(plan: Plan) -> NDArray:
     """The bytes on each rank's links, with relays, shape (out or in, intra or inter, ranks)."""
-    total = np.zeros((2, 2, plan.world))
+    total_bytes = np.zeros((2, 2, plan.world))
     for bucket in plan.buckets:
         for hop in (*bucket.gather, *bucket.scatter):
-            total[:, :, bucket.ranks] += hop.nbytes
+            total_bytes[:, :, bucket.ranks] += hop.nbytes
         for wave in bucket.relays:
-            kind = int(wave.nodes(plan.gpus_per_node) > 1)
+            link_kind = int(wave.nodes(plan.gpus_per_node) > 1)
             nbytes = np.broadcast_to(wave.nbytes[:, None], wave.ranks.shape)
             # A broadcast cuts the ring to a chain, whose last rank does not send.
             _, replicas = wave.ranks.shape
             share = 1 - 1 / replicas
-            total[OUT, kind, wave.ranks] += share * nbytes
-            total[IN, kind, wave.ranks] += ~wave.is_source * nbytes
-    return total
+            total_bytes[OUT, link_kind, wave.ranks] += share * nbytes
+            total_bytes[IN, link_kind, wave.ranks] += ~wave.is_source * nbytes
+    return total_bytes
 
 
 def all_gather(layouts: Sequence[Layout], hardware: Hardware) -> float:

@@ -132,12 +132,12 @@ class Timeline:
 
     def relay(self, buckets: list[BucketPlan]) -> NDArray:
         """Starts all broadcasts of ``buckets``; when each rank has everything from them."""
-        over = self.now.copy()
+        arrived = self.now.copy()
         for bucket in buckets:
             for wave in bucket.relays:
-                end = self.broadcast(wave)
-                over[wave.ranks] = np.maximum(over[wave.ranks], end)
-        return over
+                received = self.broadcast(wave)
+                arrived[wave.ranks] = np.maximum(arrived[wave.ranks], received)
+        return arrived
 
 
 def simulate(plan: Plan, hardware: Hardware, prefetch: int = 1) -> Step:
