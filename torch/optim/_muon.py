@@ -305,7 +305,6 @@ class Muon(Optimizer):
                     raise problem
             elif self._engine is not None:
                 self._engine = _new_engine(self)
-                self._hints = None
         except BaseException:
             self.param_groups.pop()
             raise
@@ -421,7 +420,6 @@ class Muon(Optimizer):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.rendezvous(self._tensors())
             engine = self._engine = _new_engine(self)
-            self._hints = None
         config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
         without_gradient = engine.step(config, formulas, self.state)
@@ -463,6 +461,8 @@ def _new_engine(muon: Muon) -> Engine:
 
     config: Any = muon._distributed_config
     params = _live_params(muon)
+    # They are about the parameters of the former engine.
+    muon._hints = None
     takes_stacks = muon._allow_batched_matrices
     # The other ranks wait for this one, so they learn of a problem before it is raised.
     problem = checks.find_problem(muon)

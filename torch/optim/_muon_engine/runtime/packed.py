@@ -23,16 +23,12 @@ from .transport import InFlight, local_buckets, LocalBucket
 
 
 class PackedStep:
-    """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
-
-    ``params`` are in the order of their indices, and ``ordered`` has them in the order of all ranks.
-    """
+    """Runs the buckets of one rank, step after step, over memory that keeps its addresses."""
 
     def __init__(
         self,
         schedule: Schedule,
         params: Sequence[Param],
-        ordered: Sequence[Param],
         agreement: Agreement,
         *,
         rank: int,
@@ -43,7 +39,6 @@ class PackedStep:
         self.device = device
         self.memory = Memory(device, keeps_buffers)
         self.progress = Progress()
-        self._ordered = ordered
         groups = agreement.groups
         matrices = matrices_of(schedule, params, rank)
         # This rank's buckets, by their index in the schedule.
