@@ -883,6 +883,17 @@ class TestOutputHeads(PartitionTestCase):
             }
         )
 
+    def test_one_convolution_more_than_matrices(self):
+        self.expect(
+            {
+                "features": self.convolutions(),
+                "gate": hidden(linear(16, 16)),
+                "last": rest(
+                    linear(40, 64), "output head: no convolution takes its rows"
+                ),
+            }
+        )
+
     def test_last_matrix_of_a_model_with_many_matrices(self):
         self.expect({**self.convolutional_model(), "last": hidden(linear(40, 64))})
 
