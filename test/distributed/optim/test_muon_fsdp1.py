@@ -159,11 +159,11 @@ class TestMuonFSDP1(common_muon.OnCPU):
                     self.assertEqual(found, expected)
 
         # The flat parameters show it without the module, too.
-        groups = {
-            f"{kind}_process_group": grid.get_group(name)
-            for kind, name in (("fsdp", "a"), ("tp", "b"))
-        }
-        config = create_auto_config(**groups, tp_dim_per_param=0)
+        config = create_auto_config(
+            fsdp_process_group=grid.get_group("a"),
+            tp_process_group=grid.get_group("b"),
+            tp_dim_per_param=0,
+        )
         muon = Muon(params, lr=0.1, distributed_config=config)
         with self.everywhere():
             found = {layout.shape for layout in muon._engine.schedule.layouts}
