@@ -517,6 +517,17 @@ class TestReplaced(MuonTestCase):
                         found.append(layout.key.index)
                 self.assertEqual(found, places)
 
+    def test_steps_are_counted_on(self):
+        """Errors and notes for other ranks have the number of the step."""
+        for factory in FACTORIES:
+            with self.subTest(factory=factory):
+                ours = Muon(make_params((6, 4)), distributed_config=factory())
+                for step in (1, 2, 3):
+                    ours.step()
+                    self.assertEqual(ours._engine.steps, step)
+                    # The next step builds the engine again.
+                    ours.param_groups[0]["params"] += make_params((6, 4), seed=step)
+
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]
         ours = Muon(named, distributed_config=create_dtensor_config())
