@@ -286,6 +286,9 @@ class MuonFormulas(NamedTuple):
         if updates is not None and self.takes_kernels(params, updates):
             from ._muon_kernels import apply_updates
 
+            if not is_on_device:
+                # A Tensor on a CPU, which a GPU cannot read.
+                decay, alpha = float(decay), float(alpha)
             return apply_updates(params, updates, decay, alpha)
         if (len(params) == 1 or params[0].is_cpu) and not is_on_device:
             # Foreach functions of a CPU would round the numbers to a parameter's dtype.

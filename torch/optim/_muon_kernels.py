@@ -294,7 +294,7 @@ def symmetric_product(
     Args:
         left, right (Tensor): bfloat16 or float16, of shape (side, inner), or (matrices, side, inner) for a batch, for
             which :func:`takes` holds. Sums are in float32.
-        base (Tensor, optional): symmetric, of shape (..., side, side) (default: None)
+        base (Tensor, optional): symmetric, of shape (..., side, side), with rows without gaps (default: None)
         beta (float, optional): factor of ``base`` (default: 1)
         alpha (float, optional): factor of the product (default: 1)
         diagonal (float, optional): added in float32 (default: 0)
@@ -398,7 +398,7 @@ def _descriptor(x: Tensor, tiles: Tiles) -> TensorDescriptor:
 def scale_kernel(x, factors, out, numel, TILE: tl.constexpr):
     """``x`` times the factor of its matrix, for matrices of ``numel`` elements."""
     matrix = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_inside = at < numel
     factor = tl.load(factors + matrix)
     elements = tl.load(x + matrix * numel + at, mask=is_inside).to(tl.float32)
