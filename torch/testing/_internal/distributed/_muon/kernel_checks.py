@@ -42,7 +42,7 @@ from torch.optim.muon import POLAR_EXPRESS
 
 SMALL = kernels.Tiles(side=16, inner=16, stages=1, warps=1, by_descriptor=True)
 COEFFICIENTS = [(DEFAULT_A, DEFAULT_B, DEFAULT_C)] * 5
-# What a kernel must leave as it is.
+# A kernel must not change elements of this value.
 UNTOUCHED = 12345.0
 MOMENTA = torch.tensor([0.95, 0.5, 0.3, 0.0]).tolist()
 # The factors of a parameter and of its update.
@@ -244,7 +244,7 @@ def check_products_with_a_base() -> None:
 
 
 def check_products_without_a_base() -> None:
-    """Then neither ``beta`` nor what was in memory counts."""
+    """Neither ``beta`` nor the former content of memory counts."""
     x = drawn(40, 24)
     expected = -0.5 * x.double() @ x.double().mT
     expected += 2 * torch.eye(40, dtype=torch.float64)
@@ -388,7 +388,7 @@ def in_larger_memory(elements: torch.Tensor, aligned: bool) -> torch.Tensor:
 
 
 def require_nothing_else_changed(vector: torch.Tensor, *about: Any) -> None:
-    """What is before and behind a vector of :func:`in_larger_memory`."""
+    """The memory before and behind a vector of :func:`in_larger_memory` must keep its values."""
     whole = vector._base
     require(whole is not None, *about)
     if whole is not None:
@@ -414,7 +414,7 @@ def check_gradients_come_into_momentum() -> None:
 
 
 def check_momenta_and_gradients_in_float16() -> None:
-    """What is orthogonalized comes from the momentum as it is stored."""
+    """The blend takes the momentum after it was rounded to its dtype."""
     half = torch.float16
     for of_gradients, nesterov in itertools.product(
         (half, torch.float32), (True, False)
@@ -746,7 +746,7 @@ def interpret() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, check in globals().copy().items():
         if name.startswith("check_"):
-            # Wrong addresses end the process. Then this is what is left to read.
+            # Wrong addresses end the process, and only this output is left.
             print(name, file=sys.stderr, flush=True)
             torch.manual_seed(0)
             found[name] = ""
@@ -758,7 +758,7 @@ def interpret() -> dict[str, str]:
 
 
 def compiled() -> dict[str, dict[str, Any]]:
-    """What each kernel uses on each GPU, by a name that says for what it was compiled."""
+    """The registers, memory and instructions of each kernel on each GPU, by the kernel's name and constants."""
     found: dict[str, dict[str, Any]] = {}
     for (capability, _), tiles in kernels.TILES.items():
         for has_base, has_parts, in_columns in (
