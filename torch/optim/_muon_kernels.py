@@ -501,7 +501,7 @@ def accumulate_and_blend_kernel(
         grad = tl.load(gradient + at, mask=has_elements, other=0.0).to(tl.float32)
         if ACCUMULATE:
             new = _lerp(old, grad, gradient_weight, IS_MOSTLY_MOMENTUM)
-            # What is orthogonalized comes from the momentum as it is stored.
+            # The blend takes the momentum as it was rounded.
             stored = new.to(MOMENTUM)
             tl.store(momentum + at, stored, mask=has_elements)
             new = stored.to(tl.float32)
@@ -576,11 +576,11 @@ def accumulate_and_blend(
     for of_job in zip(momenta, gradients, targets, strict=True):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in of_job]
         rows.append((*addresses, of_job[0].numel()))  # type: ignore[arg-type]
-    jobs, programs, is_aligned = _jobs(rows, momenta[0].device)
     gradient_weight = 1 - float(momentum)
-    _any(accumulate_and_blend_kernel)[(programs,)](
-        jobs,
-        len(rows),
+    _run_pass(
+        accumulate_and_blend_kernel,
+        rows,
+        momenta[0].device,
         gradient_weight,
         float(momentum),
         ACCUMULATE=accumulate,
@@ -590,10 +590,6 @@ def accumulate_and_blend(
         MOMENTUM=_TYPES[momenta[0].dtype],
         GRADIENT=_TYPES[like_gradients.dtype],
         TARGET=_TYPES[targets[0].dtype],
-        IS_ALIGNED=is_aligned,
-        CHUNK=_CHUNK,
-        AT_ONCE=_AT_ONCE,
-        num_warps=_WARPS,
     )
     # Autograd does not see what a kernel writes.
     torch.autograd.graph.increment_version(targets)
@@ -618,28 +614,19 @@ def apply_updates(
     for param, update in zip(params, updates, strict=True):
         rows.append((param.data_ptr(), update.data_ptr(), 0, param.numel()))
     device = params[0].device
-    jobs, programs, is_aligned = _jobs(rows, device)
     on_device = isinstance(alpha, Tensor)
     if on_device:
-        values = torch.stack(
-            [
-                torch.as_tensor(decay, device=device).float().view(()),
-                alpha.float().view(()),
-            ]
-        )
-        decay, alpha = values[0], values[1]
-    _any(apply_updates_kernel)[(programs,)](
-        jobs,
-        len(rows),
+        decay = torch.as_tensor(decay, device=device).float()
+        alpha = alpha.float()
+    _run_pass(
+        apply_updates_kernel,
+        rows,
+        device,
         decay,
         alpha,
         ON_DEVICE=on_device,
         PARAM=_TYPES[params[0].dtype],
         UPDATE=_TYPES[updates[0].dtype],
-        IS_ALIGNED=is_aligned,
-        CHUNK=_CHUNK,
-        AT_ONCE=_AT_ONCE,
-        num_warps=_WARPS,
     )
     torch.autograd.graph.increment_version(params)
 
@@ -651,12 +638,14 @@ _TYPES = {
 }
 
 
-def _jobs(
-    rows: Sequence[tuple[int, int, int, int]], device: torch.device
-) -> tuple[Tensor, int, bool]:
-    """The table of a pass on its ``device``, the number of programs, and whether all numbers of the ``rows``, which are
-    three addresses and the number of elements, are multiples of 16.
-    """
+def _run_pass(
+    kernel: Any,
+    rows: Sequence[tuple[int, int, int, int]],
+    device: torch.device,
+    *numbers: float | Tensor,
+    **constants: Any,
+) -> None:
+    """Launches the ``kernel`` of a pass. ``rows`` are three addresses and the number of elements of each job."""
     table: list[int] = []
     programs = 0
     low_bits = 0
@@ -669,4 +658,13 @@ def _jobs(
     if device.type == "cuda":
         # From pinned memory, the host does not wait for the copy.
         jobs = jobs.pin_memory().to(device, non_blocking=True)
-    return jobs, programs, low_bits % 16 == 0
+    kernel[(programs,)](
+        jobs,
+        len(rows),
+        *numbers,
+        **constants,
+        IS_ALIGNED=low_bits % 16 == 0,
+        CHUNK=_CHUNK,
+        AT_ONCE=_AT_ONCE,
+        num_warps=_WARPS,
+    )

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,12 +128,12 @@ def _by_factors(
     x = scaled(x, _ITERATE_SCALE / _norms(x, eps), torch.float16)
     for steps in shared:
         gram = symmetric_product(x, x)
-        product = torch.empty(0)
+        product: Any = None
         for step, of_step in enumerate(steps, 1):
             factor = _factor(gram, of_step)
             if step < len(steps):
                 gram = symmetric_product(symmetric_product(factor, gram), factor)
-            product = factor if step == 1 else symmetric_product(product, factor)
+            product = factor if product is None else symmetric_product(product, factor)
         if steps is shared[-1]:
             product /= _ITERATE_SCALE
         # The iterates keep the layout of the matrix in memory.

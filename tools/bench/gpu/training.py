@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.optim import AdamW, Muon, Optimizer
-from torch.testing._internal.distributed._muon.common_stock import stock
 
-from .. import fleet
-from ..contestants import LR, MOMENTUM, WEIGHT_DECAY
+from .. import contestants, fleet
+from ..layouts import dtensor_config, Laid
 
 
 class Size(NamedTuple):
@@ -108,37 +106,23 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.blocks.parameters() if param.ndim == 2]
 
 
-def _optimizers(name: str, model: nn.Module) -> list[Optimizer]:
+def _optimizers(name: str, model: nn.Module) -> list[Any]:
+    """The contestant ``name`` for the matrices, and AdamW for the rest."""
     matrices = _matrices(model)
     others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-    if name == "AdamW, fused":
-        return [AdamW([*matrices, *others], lr=LR, fused=True)]
-    options: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM}
-    options["weight_decay"] = WEIGHT_DECAY
-    muon: Optimizer
-    if name == "stock Muon":
-        muon = stock().Muon(matrices, **options)
-    elif name == "Muon, gram, fused":
-        muon = Muon(
-            matrices,
-            distributed_config="auto",
-            ns_algorithm="gram",
-            fused=True,
-            **options,
-        )
-    else:
-        muon = Muon(matrices, distributed_config="auto", **options)
-    return [muon, AdamW(others, lr=LR, fused=True)]
-
-
-NAMES = ("Muon", "Muon, gram, fused", "stock Muon", "AdamW, fused")
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    laid = Laid(shapes, matrices, dtensor_config)
+    return [
+        contestants.make(name, laid),
+        contestants.make("fused", laid._replace(params=others)),
+    ]
 
 
 def train(
-    rank: int, world: int, job: tuple[Size, str, int]
+    rank: int, world: int, job: tuple[Size, Sequence[str], str, int]
 ) -> dict[str, dict[int, Seconds]]:
-    """Trains with each optimizer. Returns the seconds by its name and by the tokens of a training step on a rank."""
-    size, device, repetitions = job
+    """Trains with each of the contestants. Returns the seconds by its name and by the tokens of a training step on a rank."""
+    size, names, device, repetitions = job
     torch.manual_seed(0)
     model = Model(size).to(device)
     mesh = init_device_mesh(device, (world,))
@@ -151,7 +135,7 @@ def train(
     shape = size.sequences, size.length
     tokens = torch.randint(size.vocabulary, shape, device=device)
     found: dict[str, dict[int, Seconds]] = {}
-    for name in NAMES:
+    for name in names:
         optimizers = _optimizers(name, model)
         # The first step makes the state, and compilers and libraries choose kernels.
         _train_step(model, optimizers, tokens, 1, device)
@@ -168,7 +152,7 @@ def train(
 
 def _train_step(
     model: nn.Module,
-    optimizers: Iterable[Optimizer],
+    optimizers: Iterable[Any],
     tokens: Tensor,
     micro_batches: int,
     device: str,
