@@ -207,7 +207,7 @@ class TestFormsOfNewtonSchulz(TestCase):
         x = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
         out = torch.empty_like(x)
         with (
-            mock.patch.object(forms, "form_for", lambda x, algorithm: algorithm),
+            mock.patch.object(forms, "form_for", lambda x, algorithm, _: algorithm),
             mock.patch.object(forms, "orthogonalized") as taken,
         ):
             found = newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", out=out)

@@ -125,7 +125,7 @@ def _times(optimizer: Muon, wire: SlowWire, repetitions: int) -> list[float]:
     return times[1:]
 
 
-def _sleep(matrix: Tensor, *how: Any, out: Tensor | None = None) -> Tensor:
+def _sleep(matrix: Tensor, *how: Any, **options: Any) -> Tensor:
     time.sleep(SLEEP)
     return matrix.clone()
 

@@ -238,10 +238,15 @@ class MuonFormulas(NamedTuple):
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(
-        self, blended: Tensor, products: Any = None, out: Tensor | None = None
+        self,
+        blended: Tensor,
+        products: Any = None,
+        out: Tensor | None = None,
+        in_graph: bool = False,
     ) -> Tensor:
         """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
-        given. ``out`` may be ``blended`` itself. ``products`` are those of a divided matrix.
+        given. ``out`` may be ``blended`` itself. ``products`` are those of a divided matrix. ``in_graph`` is as in
+        :func:`newton_schulz`.
         """
         update = newton_schulz(
             blended.to(NS_DTYPE),
@@ -251,6 +256,7 @@ class MuonFormulas(NamedTuple):
             self.ns_algorithm,
             products,
             out=out,
+            in_graph=in_graph,
         )
         # Copying a transposed update once is faster than copying each region of it.
         return update if out is None or update is out else out.copy_(update)

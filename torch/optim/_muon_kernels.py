@@ -351,6 +351,7 @@ def symmetric_product(
         INNER=tiles.inner,
         num_stages=tiles.stages,
         num_warps=tiles.warps,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -658,13 +659,17 @@ def _run_pass(
     if device.type == "cuda":
         # From pinned memory, the host does not wait for the copy.
         jobs = jobs.pin_memory().to(device, non_blocking=True)
-    kernel[(programs,)](
-        jobs,
-        len(rows),
-        *numbers,
-        **constants,
-        IS_ALIGNED=low_bits % 16 == 0,
-        CHUNK=_CHUNK,
-        AT_ONCE=_AT_ONCE,
-        num_warps=_WARPS,
-    )
+    # Triton launches on the current device.
+    with torch.cuda.device_of(jobs):
+        kernel[(programs,)](
+            jobs,
+            len(rows),
+            *numbers,
+            **constants,
+            IS_ALIGNED=low_bits % 16 == 0,
+            CHUNK=_CHUNK,
+            AT_ONCE=_AT_ONCE,
+            num_warps=_WARPS,
+            # The products of torch's lerp and add are not rounded before their sums.
+            enable_fp_fusion=True,
+        )

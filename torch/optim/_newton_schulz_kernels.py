@@ -26,6 +26,8 @@ _ITERATE_SCALE = 32.0
 _LEAST_FLOPS = 160e9
 _LEAST_FLOPS_OF_GRAM_FORM = 240e9
 _LEAST_FLOPS_IN_GRAPHS = 30e9
+# The kernels count the elements of a Gram matrix with 32 bits.
+_MOST_ROWS = 46_340
 
 
 def form_of(
@@ -36,7 +38,7 @@ def form_of(
     """
     short, long = sorted(shape)
     # Descriptors of blocks need rows of a multiple of 16 bytes.
-    if ns_algorithm == "quintic" or short % 8 or long % 8:
+    if ns_algorithm == "quintic" or short % 8 or long % 8 or short > _MOST_ROWS:
         return ""
     flops = matrices * short**2 * (4 * long + 2 * short)
     if flops < (_LEAST_FLOPS_IN_GRAPHS if in_graph else _LEAST_FLOPS):
@@ -48,7 +50,7 @@ def form_of(
     return "symmetric"
 
 
-def form_for(x: Tensor, ns_algorithm: str) -> str:
+def form_for(x: Tensor, ns_algorithm: str, in_graph: bool = False) -> str:
     """The form that Triton's symmetric products take for ``x``, a matrix or a batch; "" if torch's products are for it."""
     if ns_algorithm == "quintic" or not x.is_cuda or type(x) is not Tensor:
         return ""
@@ -57,7 +59,7 @@ def form_for(x: Tensor, ns_algorithm: str) -> str:
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         return ""
     matrices = len(x) if x.ndim == 3 else 1
-    in_graph = torch.cuda.is_current_stream_capturing()
+    in_graph = in_graph or torch.cuda.is_current_stream_capturing()
     return form_of(x.shape[-2:], matrices, ns_algorithm, in_graph)
 
 
@@ -74,7 +76,9 @@ def orthogonalized(
     shared: Sequence[Sequence[Coefficients]] = [[c] for c in coefficients]
     if form == "gram":
         shared = steps_by_gram_matrix(coefficients)
-    return _by_factors(x, shared, eps, out)
+    # Triton launches on the current device.
+    with torch.cuda.device_of(x):
+        return _by_factors(x, shared, eps, out)
 
 
 @functools.cache

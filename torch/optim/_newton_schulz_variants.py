@@ -47,12 +47,13 @@ def fastest(
     ns_algorithm: str,
     products: Any = None,
     out: Tensor | None = None,
+    in_graph: bool = False,
 ) -> Tensor:
     """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
     if products is None and coefficients and not x.is_cpu:
         from . import _newton_schulz_kernels as kernels
 
-        form = kernels.form_for(x, ns_algorithm)
+        form = kernels.form_for(x, ns_algorithm, in_graph)
         if form:
             return kernels.orthogonalized(x, coefficients, eps, form, out)
     products = products or products_for(x, ns_algorithm)

@@ -122,7 +122,9 @@ def create_dtensor_config(
             :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single process. A config
             with a function of yours has one owner per matrix (default: 1)
         keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
-            at the same addresses. CPUs always do (default: False)
+            at the same addresses. CPUs always do. NVIDIA GPUs then also repeat Newton-Schulz as CUDA
+            graphs, which spares the host most of its launches, and keep the memory of its iterates
+            (default: False)
 
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,

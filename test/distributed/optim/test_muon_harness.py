@@ -100,7 +100,7 @@ class TestMuonComparison(OnCPU):
         orthogonalize, compute = MuonFormulas.orthogonalize, MuonCompute.compute
         found = []
 
-        def changed_update(*args, out):
+        def changed_update(*args, out, **options):
             right = orthogonalize(*args)
             made = change(right)
             found.append(not torch.equal(made, right))

@@ -42,6 +42,7 @@ from . import training as model
 
 ROOT = Path(__file__).parents[3]
 OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
+KEPT = f"{OURS}-fused-kept", f"{FUSED}-kept"
 OTHERS = "stock", "adamw", "fused"
 TEST_LIMIT = 90  # seconds of one test
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
@@ -227,7 +228,8 @@ def _products(matrices: Tensor) -> None:
 
 def steps(machine: Machine) -> Found:
     ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
-    ours += [f"{name}-fused" for name in ours]
+    fused = [f"{name}-fused" for name in ours]
+    ours += [*fused, *(f"{name}-kept" for name in fused)]
     texts, values = [], {}
     for layout in ("shard", "ddp"):
         job = machine.job(*ours, *OTHERS, layout=layout)
@@ -253,7 +255,7 @@ class Cost(NamedTuple):
 
 def costs(machine: Machine) -> Found:
     """Time of the host and memory in a step. A training loop waits until step() returns."""
-    job = machine.job(OURS, FUSED, *OTHERS)
+    job = machine.job(OURS, FUSED, *KEPT, *OTHERS)
     found, described = machine.run(_costs, job)[0]
     rows = []
     for name, cost in found.items():
@@ -362,7 +364,7 @@ def host(machine: Machine) -> Found:
 def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
     fsdp2 = lay(job.layout, job.workload, world, job.device)
     found: dict[str, Any] = {"matrices": len(fsdp2.params)}
-    found["FSDP2"] = _times_of((OURS, FUSED, *OTHERS), fsdp2, job)
+    found["FSDP2"] = _times_of((OURS, FUSED, *KEPT, *OTHERS), fsdp2, job)
     plain = lay_plain(job.workload, job.device)
     names = OURS, f"{OURS}-foreach", *OTHERS
     found["plain tensors, no config"] = _times_of(names, plain, job)

@@ -199,10 +199,14 @@ def _memory(engine: Any) -> str:
     exchange = 0
     for ranks in _groups_of(buckets):
         exchange += bytes_of(schedule, ranks, rank, config.prefetch_count).memory
-    workspace = _workspace(engine, buckets)
-    is_cpu = engine.device.type == "cpu"
-    is_kept = is_cpu or config.state.get("keep_buffers", False)
+    iterates, others = _workspace(engine, buckets)
+    workspace = max(iterates, others)
+    keeps_buffers = config.state.get("keep_buffers", False)
+    is_kept = keeps_buffers or engine.device.type == "cpu"
     kept = exchange if is_kept else 0
+    if keeps_buffers and engine.device.type == "cuda":
+        # Graphs keep the memory of what they compute.
+        kept += iterates
     return (
         f"Besides parameters, gradients and momentum, a step of this rank takes up to {_mib(exchange + workspace)} MiB: "
         f"{_mib(exchange)} for the exchange and {_mib(workspace)} for Newton-Schulz and updates. Between steps, the rank "
@@ -210,8 +214,8 @@ def _memory(engine: Any) -> str:
     )
 
 
-def _workspace(engine: Any, buckets: Sequence[Bucket]) -> int:
-    """The bytes of what Newton-Schulz needs at once, or of the whole matrices of a batch and of regions in their own
+def _workspace(engine: Any, buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """The bytes of what Newton-Schulz needs at once; and of the whole matrices of a batch and of regions in their own
     dtype.
     """
     schedule, rank = engine.schedule, engine.rank
@@ -238,7 +242,7 @@ def _workspace(engine: Any, buckets: Sequence[Bucket]) -> int:
         dtypes = [schedule.layouts[matrix].dtype for matrix in bucket.matrices]
         itemsize = max(dtype.itemsize for dtype in dtypes)
         regions = max(regions, min(most_moved * itemsize, PREPARED_BYTES))
-    return max(iterates, wholes + regions)
+    return iterates, wholes + regions
 
 
 def _most_moved(local: LocalPacks, rank: int) -> int:

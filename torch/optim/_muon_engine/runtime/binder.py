@@ -215,6 +215,8 @@ class Binder:
                 results.append((rank, pair))
             for region in matrix.shard:
                 applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
+        # Collectives of the owners of a divided matrix are between its products.
+        is_divided = matrices[0].products is not None
         return Batch(
             matrices,
             whole,
@@ -223,6 +225,7 @@ class Binder:
             results=Copies.of(_joined(results)),
             applied=self._updated(applied),
             sums=sums,
+            recording=None if is_divided else self.memory.recording(),
         )
 
     def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..layouts.layout import Region
+from .graphs import Recording
 from .matrices import LocalMatrix
 from .params import StepInputs
 
@@ -114,15 +115,20 @@ class Batch(NamedTuple):
     applied: Sequence[Chunk]
     # The places of sums, whose contributions are added one after another.
     sums: Sequence[int]
+    # Repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
+    recording: Recording | None = None
 
     def part(self, places: Sequence[int]) -> "Batch":
-        """This batch with the work on the matrices at some of its places. ``matrices`` and ``whole`` stay."""
+        """This batch with the work on the matrices at some of its places, which is not recorded. ``matrices`` and
+        ``whole`` stay.
+        """
         indices = {self.matrices[place].index for place in places}
         return self._replace(
             own=_parts(self.own, indices),
             received=self.received.part(indices),
             results=self.results.part(indices),
             applied=_parts(self.applied, indices),
+            recording=None,
         )
 
 

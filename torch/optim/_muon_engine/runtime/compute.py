@@ -4,6 +4,7 @@ parameters. The lists and views that it needs stay the same between steps.
 
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,6 @@ class MuonCompute:
             self._log("orthogonalize", matrices)
         for chunk in batch.own:
             self._blend(chunk, inputs)
-        if batch.received.targets:
-            torch._foreach_copy_(batch.received.targets, batch.received.sources)
         for place in batch.sums:
             if place in present:
                 from .sums import add_contributions
@@ -86,9 +85,10 @@ class MuonCompute:
                 matrix, whole = batch.matrices[place], batch.whole[place]
                 add_contributions(matrix, whole, bucket, self.rank, inputs)
         self.progress.now = "orthogonalize", matrices
-        self._orthogonalize(batch, present, inputs)
-        if batch.results.targets:
-            torch._foreach_copy_(batch.results.targets, batch.results.sources)
+        if batch.recording is None:
+            self._transform(batch, present, inputs)
+        else:
+            batch.recording.run(partial(self._transform, batch, present, inputs))
         self.progress.now = "apply", matrices
         if logs:
             self._log("apply", matrices)
@@ -146,14 +146,28 @@ class MuonCompute:
             torch._foreach_zero_(unsent)
         return present
 
+    def _transform(
+        self, batch: Batch, present: Sequence[int], inputs: StepInputs
+    ) -> None:
+        """The part of :meth:`compute` whose memory is that of batches and packs alone."""
+        if batch.received.targets:
+            torch._foreach_copy_(batch.received.targets, batch.received.sources)
+        self._orthogonalize(batch, present, inputs)
+        if batch.results.targets:
+            torch._foreach_copy_(batch.results.targets, batch.results.sources)
+
     def _orthogonalize(
         self, batch: Batch, present: Sequence[int], inputs: StepInputs
     ) -> None:
         """Replaces the momenta in ``batch.whole`` at the places ``present`` by their updates."""
         first = batch.matrices[0]
-        formulas, count = inputs.formulas[first.group], len(present)
+        count = len(present)
+        orthogonalize = partial(
+            inputs.formulas[first.group].orthogonalize,
+            in_graph=batch.recording is not None,
+        )
         if len(batch.matrices) == 1:
-            formulas.orthogonalize(batch.whole[0], first.products, out=batch.whole[0])
+            orthogonalize(batch.whole[0], first.products, out=batch.whole[0])
             return
         # The first places, without gaps: the last matrices move there meanwhile.
         gaps = sorted({*range(count)} - {*present})
@@ -165,9 +179,9 @@ class MuonCompute:
         copy_all(moved)
         whole = batch.whole[:count]
         if count == 1:
-            formulas.orthogonalize(whole[0], out=whole[0])
+            orthogonalize(whole[0], out=whole[0])
         else:
-            formulas.orthogonalize(whole, out=whole)
+            orthogonalize(whole, out=whole)
         copy_all([(filler, gap) for gap, filler in moved])
 
     def _apply(self, chunks: Sequence[Chunk], inputs: StepInputs) -> None:

@@ -122,14 +122,12 @@ class NewtonSchulzCalls:
             _muon_formulas, "newton_schulz", side_effect=self._call
         )
 
-    def _call(
-        self, x: torch.Tensor, *args: Any, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _call(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if x.ndim > 2:
             self.batches.append(tuple(x.shape))
             return torch.stack([self._call(matrix, *args) for matrix in x])
         self.shapes.append(tuple(x.shape))
-        return self._original(x, *args, out=out)
+        return self._original(x, *args, **options)
 
     def __enter__(self):
         self._patch.start()

@@ -880,6 +880,7 @@ def _usage(
             aligned[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", capability * 10, 32)
+    options["enable_fp_fusion"] = True
     result = triton.compile(source, target=target, options=options)
     ptx = result.asm["ptx"]
     return {

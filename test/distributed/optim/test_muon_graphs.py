@@ -1,0 +1,273 @@
+# Owner(s): ["oncall: distributed"]
+"""The graphs that the engine captures with ``keep_buffers=True``. A CPU plays what a GPU would repeat: the same
+operations over the same memory.
+"""
+
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.optim._muon_engine.runtime.graphs import GraphMemory, Recording
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_muon import (
+    grid_of,
+    mesh_of,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Twins,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Capture(TorchDispatchMode):
+    """Notes operations. At its end, what they have written to memory that was there before is as before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.saved = []
+        # The addresses of storages that were there before, and of those that the operations made.
+        self.former = set()
+        self.own = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for tensor in tensors_in((args, kwargs)):
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in self.own:
+                self.former.add(pointer)
+                # Not the whole storage: data may arrive in other parts of it.
+                self.saved.append((tensor, tensor.clone()))
+        result = operation(*args, **kwargs)
+        for tensor in tensors_in(result):
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in self.former:
+                self.own.add(pointer)
+        self.calls.append((operation, args, kwargs, result))
+        return result
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        for tensor, content in reversed(self.saved):
+            tensor.copy_(content)
+
+    def replay(self):
+        for operation, args, kwargs, result in self.calls:
+            again = operation(*args, **kwargs)
+            for tensor, target in zip(tensors_in(again), tensors_in(result)):
+                if tensor.data_ptr() != target.data_ptr():
+                    target.copy_(tensor)
+
+
+class PlayedMemory(GraphMemory):
+    """Counts captures and replays."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.captures = 0
+        self.replays = 0
+        self.is_user_capturing = False
+
+    def is_capturing(self):
+        return self.is_user_capturing
+
+    def capture(self, work):
+        self.captures += 1
+        with Capture() as captured:
+            work()
+        played = mock.Mock()
+
+        def replay():
+            self.replays += 1
+            captured.replay()
+
+        played.replay = replay
+        return played
+
+
+class TestMuonGraphs(common_muon.OnCPU):
+    """Each test compares two engines, of which one captures and replays."""
+
+    def pair(self, placed, **options):
+        """Two optimizers with equal parameters. The memory of the first one has graphs."""
+        pair = []
+        for _ in range(2):
+            config = create_dtensor_config(keep_buffers=True)
+            twins = Twins(placed, config, **options)
+            # Binds the lists of a step as on a GPU.
+            compute = self.compute(twins)
+            compute.binder.is_cpu = False
+            compute.binder.device = torch.device("cuda")
+            compute._compute_keys = {}
+            pair.append(twins)
+        self.memory(pair[0].optimizer)._of_graphs = PlayedMemory()
+        return pair
+
+    def compute(self, twins):
+        return twins.optimizer._engine._make_runner().compute
+
+    def memory(self, optimizer):
+        return optimizer._engine._make_runner().memory
+
+    def assertStepsAlike(self, pair, steps, missing=lambda step: ()):
+        for step in range(steps):
+            values = []
+            for twins in pair:
+                twins.set_gradients(missing(step))
+                twins.optimizer.step()
+                of_params = []
+                for param in twins.params:
+                    momentum = twins.optimizer.state[param]["momentum_buffer"]
+                    of_params.append([param.to_local(), momentum.to_local()])
+                values.append(of_params)
+            with self.everywhere(f"step {step}"):
+                self.assertEqual(*values, rtol=0, atol=0)
+
+    def assertCounts(self, pair, captures_per_batch, replays_per_batch):
+        with self.everywhere():
+            captures, replays, batches = self.counts(pair)
+            self.assertEqual(captures, captures_per_batch * batches)
+            self.assertEqual(replays, replays_per_batch * batches)
+
+    def counts(self, pair):
+        """The captures and the replays of this rank, and its batches."""
+        compute = self.compute(pair[0])
+        batches = []
+        for bound in compute._bound.values():
+            batches += bound.batches
+        memory = compute.binder.memory._of_graphs
+        return memory.captures, memory.replays, len(batches)
+
+    def test_each_batch_is_captured_once(self):
+        shapes = [(8, 6), (7, 5), (4, 16), (8, 6)]
+        placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], shapes)
+        placed += specs(grid_of(2, 2), [(S0, R), (R, S1), (S0, S0)], shapes)
+        pair = self.pair(placed)
+        self.assertStepsAlike(pair, 1)
+        self.assertCounts(pair, 0, 0)
+        self.assertStepsAlike(pair, 3)
+        self.assertCounts(pair, 1, 3)
+
+    def test_sums(self):
+        """Their contributions are added before what is recorded. An owner rounds its own one less, so one engine makes
+        both trainings.
+        """
+        twins, _ = self.pair([Spec((8, 6), mesh_of(4), (Partial(),))])
+        (param,) = twins.params
+        start, values = param.detach().clone(), []
+        for has_graphs in (True, False):
+            if not has_graphs:
+                self.memory(twins.optimizer)._of_graphs = None
+                self.compute(twins)._compute_keys = {}
+                param.detach().copy_(start)
+                twins.optimizer.state[param]["momentum_buffer"].zero_()
+                twins.steps = 0
+            for _ in range(4):
+                twins.set_gradients()
+                twins.optimizer.step()
+            values.append(param.to_local().clone())
+        with self.everywhere():
+            self.assertEqual(*values, rtol=0, atol=0)
+
+    def test_matrices_without_gradients_are_not_recorded(self):
+        placed = specs(mesh_of(4), [(S0,)], [(8, 6)] * 24)
+        pair = self.pair(placed, foreach=True)
+        some, none = range(0, 24, 5), range(24)
+        missing = [(), some, (), none, some, ()]
+        self.assertStepsAlike(pair, len(missing), missing=missing.__getitem__)
+        with self.everywhere():
+            captures, replays, batches = self.counts(pair)
+            self.assertLess(batches, 6)
+            self.assertEqual(captures, batches)
+            # In the third and in the last step; in others, where all their gradients are there.
+            self.assertGreaterEqual(replays, 2 * batches)
+            self.assertLessEqual(replays, 4 * batches)
+
+    def test_options_of_batches_that_change(self):
+        """The graphs of the former options are not used."""
+        pair = self.pair(specs(mesh_of(4), [(S0,)], [(8, 6), (8, 6), (4, 16)]))
+        self.assertStepsAlike(pair, 3)
+        for name, value in (("ns_steps", 3), ("eps", 0.5), ("foreach", False)):
+            for twins in pair:
+                twins.optimizer.param_groups[0][name] = value
+            self.assertStepsAlike(pair, 3)
+
+    def test_numbers_of_each_step(self):
+        """What changes without another batch is not part of a graph."""
+        pair = self.pair(specs(mesh_of(4), [(S0,), (R,)], [(8, 6), (4, 16)]))
+        for step in range(4):
+            for twins in pair:
+                twins.optimizer.param_groups[0].update(
+                    lr=0.1 / (step + 1), momentum=0.5 + 0.1 * step, weight_decay=step
+                )
+            self.assertStepsAlike(pair, 1)
+        self.assertCounts(pair, 1, 3)
+
+    def test_memory_of_parameters_that_moves(self):
+        """Graphs know only packs and whole matrices."""
+        pair = self.pair(specs(mesh_of(4), [(S0,), (R,)], [(8, 6), (4, 16)]))
+        self.assertStepsAlike(pair, 3)
+        for twins in pair:
+            for param in twins.params:
+                momentum = twins.optimizer.state[param]["momentum_buffer"]
+                for tensor in (param, momentum):
+                    local = tensor.to_local().detach()
+                    local.set_(local.clone())
+        self.assertStepsAlike(pair, 3)
+        self.assertCounts(pair, 1, 5)
+
+    def test_parameters_that_are_replaced(self):
+        """The next engine has graphs of its own."""
+        pair = self.pair(specs(mesh_of(4), [(S0,), (R,)], [(8, 6), (4, 16)]))
+        self.assertStepsAlike(pair, 3)
+        former = self.memory(pair[0].optimizer)
+        for twins in pair:
+            twins.params[0] = torch.nn.Parameter(twins.params[0].detach().clone())
+            twins.optimizer.param_groups[0]["params"][0] = twins.params[0]
+        self.assertStepsAlike(pair, 2)
+        self.assertIsNot(self.memory(pair[0].optimizer), former)
+
+    def test_split(self):
+        placed = specs(mesh_of(4), [(S0,)], [(12, 6), (12, 6), (8, 4)])
+        groups = [([0], {"split": (4, 8)}), ([1, 2], {"ns_algorithm": "gram"})]
+        pair = self.pair(placed, groups=groups)
+        self.assertStepsAlike(pair, 4)
+        self.assertCounts(pair, 1, 3)
+
+    def test_inside_of_a_graph_of_the_users(self):
+        pair = self.pair(specs(mesh_of(4), [(S0,)], [(8, 6), (4, 16)]))
+        self.assertStepsAlike(pair, 1)
+        self.memory(pair[0].optimizer)._of_graphs.is_user_capturing = True
+        self.assertStepsAlike(pair, 2)
+        self.assertCounts(pair, 0, 0)
+
+
+class TestRecording(common_muon.OnCPU):
+    def test_an_error_while_capturing(self):
+        """The next call captures again."""
+        memory, done = PlayedMemory(), []
+        recording = Recording(memory)
+        recording.run(lambda: done.append("first"))
+
+        def fails():
+            raise ValueError("own")
+
+        with self.assertRaisesRegex(ValueError, "own"):
+            recording.run(fails)
+        recording.run(lambda: done.append("again"))
+        self.assertEqual(done, ["first", "again"])
+        self.assertEqual((memory.captures, memory.replays), (2, 1))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,64 @@
+"""CUDA graphs of work that is the same in every step, over memory that keeps its addresses. The host repeats a graph
+with one launch (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class GraphMemory:
+    """What the graphs of one GPU ``device`` share. They run one after another, so each may write to the memory that
+    the others need for their own intermediate results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def is_capturing(self) -> bool:
+        """Whether the user makes a graph of the step."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """A graph of the launches of ``work``, which does not run."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph would wait for the device, and return all cached memory to it, before each capture. Other
+        # threads, such as NCCL's, may ask for the state of their work meanwhile.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+class Recording:
+    """Work that a GPU repeats. It must launch the same kernels over the same memory at each call."""
+
+    def __init__(self, memory: GraphMemory) -> None:
+        self._memory = memory
+        self._has_run = False
+        self._graph: Any = None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Does ``work``, from the second call on as a graph. The first call compiles and loads the kernels, which a capture
+        must not do. Inside a graph of the user's, the work becomes part of that graph.
+        """
+        if self._memory.is_capturing():
+            work()
+            return
+        if not self._has_run:
+            work()
+            self._has_run = True
+            return
+        if self._graph is None:
+            self._graph = self._memory.capture(work)
+        self._graph.replay()
