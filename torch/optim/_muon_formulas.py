@@ -197,7 +197,9 @@ class MuonFormulas(NamedTuple):
         gradient keeps its momentum, which goes there. In one pass if ``fused``.
         """
         present = [grad for grad in grads if grad is not None]
-        if self.takes_kernels(bufs, present, targets):
+        # Torch has an error for gradients of another dtype.
+        is_alike = not present or present[0].dtype == bufs[0].dtype
+        if is_alike and self.takes_kernels(bufs, present, targets):
             from ._muon_kernels import accumulate_and_blend
 
             accumulate_and_blend(

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Muon's kernels in Triton, for NVIDIA GPUs. Only code that is about to use them imports this file.
 
-- A product whose result is symmetric takes half of the multiplications: each program makes one tile on or above the
-  diagonal, and writes it twice.
+- A product whose result is symmetric needs little more than half of the multiplications: each program makes one tile on
+  or above the diagonal, and writes it twice. Torch has no such product.
 - What surrounds Newton-Schulz is bound by memory. One pass before it reads gradients and momentum, and writes momentum
   and what is orthogonalized. One pass after it reads updates and writes parameters.
 
@@ -36,8 +36,9 @@ class Tiles(NamedTuple):
     by_descriptor: bool
 
 
-# By the least compute capability, and by whether a factor is larger than the L2 cache. These are constants, because
-# autotuning takes seconds for each shape, and ranks could choose different ones. Those for 9 were measured on an H100.
+# For GPUs of at least this major compute capability, and by whether a factor is larger than the L2 cache. These are
+# constants, because autotuning takes seconds for each shape, and ranks could choose different ones. Those for 9 were
+# measured on an H100. GPUs of later generations, and of desktops, also have the memory for them.
 TILES = {
     (9, False): Tiles(side=128, inner=64, stages=3, warps=8, by_descriptor=True),
     (9, True): Tiles(side=128, inner=64, stages=4, warps=8, by_descriptor=True),
@@ -49,11 +50,6 @@ _CACHE_BYTES = 40 * 1024**2
 # into at most ``_MAX_PARTS``. In shorter ones, adding the parts costs more than it saves.
 _MANY_LOADS = 64
 _MAX_PARTS = 4
-
-
-def _any(kernel: Any) -> Any:
-    """A kernel without the types of its parameters, which are those inside of it."""
-    return kernel
 
 
 @triton.jit
@@ -72,11 +68,11 @@ def _block(
     matrix,
     first_row,
     first_column,
-    rows,
-    columns,
-    of_matrix,
-    of_row,
-    of_column,
+    row_count,
+    column_count,
+    matrix_stride,
+    row_stride,
+    column_stride,
     BY_DESCRIPTOR: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -84,7 +80,7 @@ def _block(
 ):
     """Some rows and columns of a factor, with zeros beyond its end. A descriptor is of (matrices, rows, columns), or of
     (matrices, columns, rows) if the columns of a matrix follow each other in memory. Without one, ``factor`` is a
-    pointer, and ``of_matrix``, ``of_row`` and ``of_column`` are strides.
+    pointer to the first element.
     """
     if BY_DESCRIPTOR:
         if BY_COLUMNS:
@@ -96,13 +92,13 @@ def _block(
     else:
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
-        is_inside = (row < rows)[:, None] & (column < columns)[None, :]
-        of_block = factor + matrix.to(tl.int64) * of_matrix
-        at = (
-            row.to(tl.int64)[:, None] * of_row
-            + column.to(tl.int64)[None, :] * of_column
+        is_inside = (row < row_count)[:, None] & (column < column_count)[None, :]
+        offsets = (
+            row.to(tl.int64)[:, None] * row_stride
+            + column.to(tl.int64)[None, :] * column_stride
         )
-        return tl.load(of_block + at, mask=is_inside, other=0.0)
+        pointers = factor + matrix.to(tl.int64) * matrix_stride + offsets
+        return tl.load(pointers, mask=is_inside, other=0.0)
 
 
 @triton.jit
@@ -113,7 +109,7 @@ def _store_symmetric(
     beta,
     diagonal,
     side,
-    base_of_row,
+    base_row_stride,
     row_tile,
     column_tile,
     HAS_BASE: tl.constexpr,
@@ -124,7 +120,7 @@ def _store_symmetric(
     column = column_tile * SIDE + tl.arange(0, SIDE)
     is_inside = (row < side)[:, None] & (column < side)[None, :]
     if HAS_BASE:
-        at = row[:, None] * base_of_row + column[None, :]
+        at = row[:, None] * base_row_stride + column[None, :]
         total += beta * tl.load(base + at, mask=is_inside, other=0.0).to(tl.float32)
     total += tl.where(row[:, None] == column[None, :], diagonal, 0.0)
     result = total.to(out.dtype.element_ty)
@@ -136,8 +132,8 @@ def _store_symmetric(
         tl.store(out + at, result.T, mask=is_inside)
 
 
-# A kernel is compiled again for an argument that is 1 or a multiple of 16, unless it is listed.
-@triton.jit(do_not_specialize=["tiles_of_matrix", "full_programs", "parts"])
+# A kernel is compiled again for an argument that is 1, a multiple of 16 or beyond 32 bits, unless it is listed.
+@triton.jit(do_not_specialize=["tiles_of_matrix", "whole_tiles", "parts"])
 def symmetric_product_kernel(
     left,
     right,
@@ -150,16 +146,16 @@ def symmetric_product_kernel(
     diagonal,
     side,
     inner,
-    left_of_matrix,
-    left_of_row,
-    left_of_column,
-    right_of_matrix,
-    right_of_row,
-    right_of_column,
-    base_of_matrix,
-    base_of_row,
+    left_matrix_stride,
+    left_row_stride,
+    left_column_stride,
+    right_matrix_stride,
+    right_row_stride,
+    right_column_stride,
+    base_matrix_stride,
+    base_row_stride,
     tiles_of_matrix,
-    full_programs,
+    whole_tiles,
     parts,
     HAS_BASE: tl.constexpr,
     HAS_PARTS: tl.constexpr,
@@ -174,107 +170,95 @@ def symmetric_product_kernel(
 
     ``left`` and ``right``, of (matrices, side, inner), are descriptors or pointers, as :func:`_block` takes them.
 
-    The first ``full_programs`` make a tile each. Of each later tile, ``parts`` programs make a part of the sum. They
-    leave it in ``partial``, and the last one of them to arrive adds the parts, in their order.
+    The first ``whole_tiles`` programs make a tile each. The sums of the other tiles are cut: ``parts`` programs make a
+    part of one. They leave it in ``partial``, and the last one of them to arrive adds the parts, in their order. An
+    example with three whole tiles, two others and two parts: programs 0 to 2 make the tiles 0 to 2, programs 3 and 4 the
+    halves of tile 3, and programs 5 and 6 those of tile 4.
     """
     program = tl.program_id(0)
     tile = program
     loads = tl.cdiv(inner, INNER)
     first_load = 0
     last_load = loads
-    later = program - full_programs
+    cut_program = program - whole_tiles
     if HAS_PARTS:
-        if later >= 0:
-            tile = full_programs + later // parts
+        if cut_program >= 0:
+            tile = whole_tiles + cut_program // parts
             loads_of_part = tl.cdiv(loads, parts)
-            first_load = later % parts * loads_of_part
+            first_load = cut_program % parts * loads_of_part
             last_load = min(loads, first_load + loads_of_part)
     matrix = tile // tiles_of_matrix
     row_tile, column_tile = _upper_tile(tile % tiles_of_matrix)
     first_row = row_tile * SIDE
     first_column = column_tile * SIDE
 
-    # A descriptor reads zeros beyond the end of a matrix.
     total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for load in range(first_load, last_load):
         start = load * INNER
-        rows = _block(
+        left_block = _block(
             left,
             matrix,
             first_row,
             start,
             side,
             inner,
-            left_of_matrix,
-            left_of_row,
-            left_of_column,
+            left_matrix_stride,
+            left_row_stride,
+            left_column_stride,
             BY_DESCRIPTOR,
             LEFT_BY_COLUMNS,
             SIDE,
             INNER,
         )
-        columns = _block(
+        right_block = _block(
             right,
             matrix,
             first_column,
             start,
             side,
             inner,
-            right_of_matrix,
-            right_of_row,
-            right_of_column,
+            right_matrix_stride,
+            right_row_stride,
+            right_column_stride,
             BY_DESCRIPTOR,
             RIGHT_BY_COLUMNS,
             SIDE,
             INNER,
         )
-        total = tl.dot(rows, columns.T, total)
+        total = tl.dot(left_block, right_block.T, total)
 
-    is_last = True
+    writes_tile = True
     if HAS_PARTS:
-        if later >= 0:
+        if cut_program >= 0:
             in_tile = tl.arange(0, SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-            tl.store(partial + later.to(tl.int64) * SIDE * SIDE + in_tile, total)
+            tl.store(partial + cut_program.to(tl.int64) * SIDE * SIDE + in_tile, total)
             # All threads have stored their elements before one of them tells so.
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + later // parts, 1, sem="acq_rel")
-            is_last = arrived == parts - 1
-            if is_last:
-                first_part = (later - later % parts).to(tl.int64)
+            arrived = tl.atomic_add(arrivals + cut_program // parts, 1, sem="acq_rel")
+            writes_tile = arrived == parts - 1
+            if writes_tile:
+                first_part = (cut_program - cut_program % parts).to(tl.int64)
                 total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
                 for part in range(parts):
                     at = partial + (first_part + part) * SIDE * SIDE + in_tile
-                    # Other multiprocessors have written these, so this one's own cache may have older values.
+                    # Nothing reads them again, so they need no place in the multiprocessor's own cache.
                     total += tl.load(at, cache_modifier=".cg")
 
-    if is_last:
+    if writes_tile:
         total *= alpha
         _store_symmetric(
             total,
-            base + matrix.to(tl.int64) * base_of_matrix,
+            base + matrix.to(tl.int64) * base_matrix_stride,
             out + matrix.to(tl.int64) * side * side,
             beta,
             diagonal,
             side,
-            base_of_row,
+            base_row_stride,
             row_tile,
             column_tile,
             HAS_BASE,
             SIDE,
         )
-
-
-def takes(x: Tensor) -> bool:
-    """Whether :func:`symmetric_product` takes a factor: a matrix, or a batch of them, whose rows or columns start at
-    multiples of 16 bytes.
-    """
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.data_ptr() % 16:
-        return False
-    by_columns = x.stride(-1) != 1
-    if by_columns and x.stride(-2) != 1:
-        return False
-    outer = [*x.stride()[:-2], x.stride(-1) if by_columns else x.stride(-2)]
-    return all(stride * x.itemsize % 16 == 0 for stride in outer)
 
 
 def symmetric_product(
@@ -292,9 +276,9 @@ def symmetric_product(
     the factors are the same matrix, or symmetric ones that commute.
 
     Args:
-        left, right (Tensor): bfloat16 or float16, of shape (side, inner), or (matrices, side, inner) for a batch, for
-            which :func:`takes` holds. Sums are in float32.
-        base (Tensor, optional): symmetric, of shape (..., side, side), with rows without gaps (default: None)
+        left, right (Tensor): bfloat16 or float16, of shape (side, inner), or (matrices, side, inner) for a batch. Rows or
+            columns are contiguous and start at multiples of 16 bytes. A side is at most 46,340. Sums are in float32.
+        base (Tensor, optional): symmetric, of shape (..., side, side), with contiguous rows (default: None)
         beta (float, optional): factor of ``base`` (default: 1)
         alpha (float, optional): factor of the product (default: 1)
         diagonal (float, optional): added in float32 (default: 0)
@@ -307,27 +291,31 @@ def symmetric_product(
         tiles = _tiles_for(left.device, side * inner * left.itemsize)
     tiles_of_side = triton.cdiv(side, tiles.side)
     tiles_of_matrix = tiles_of_side * (tiles_of_side + 1) // 2
-    full, parts = _waves(
+    whole, parts = _whole_tiles_and_parts(
         matrices * tiles_of_matrix,
         triton.cdiv(inner, tiles.inner),
         _multiprocessors(left.device),
     )
-    cut = matrices * tiles_of_matrix - full
+    # None, if there is one part.
+    cut = matrices * tiles_of_matrix - whole
     out = left.new_empty(*left.shape[:-1], side, dtype=dtype or left.dtype)
     partial, arrivals = out, out
     if parts > 1:
         elements = cut * parts * tiles.side**2
         partial = torch.empty(elements, dtype=torch.float32, device=left.device)
         arrivals = torch.zeros(cut, dtype=torch.int32, device=left.device)
+    base_argument = out if base is None else base
     left_argument: Any = left
     right_argument: Any = right
     if tiles.by_descriptor:
         left_argument = _descriptor(left, tiles)
         right_argument = left_argument if right is left else _descriptor(right, tiles)
-    _any(symmetric_product_kernel)[(full + cut * parts,)](
+    # Unused pointers are those of the result.
+    kernel: Any = symmetric_product_kernel
+    kernel[(whole + cut * parts,)](
         left_argument,
         right_argument,
-        out if base is None else base,
+        base_argument,
         out,
         partial,
         arrivals,
@@ -338,9 +326,9 @@ def symmetric_product(
         inner,
         *_strides(left),
         *_strides(right),
-        *_strides(out if base is None else base)[:2],
+        *_strides(base_argument)[:2],
         tiles_of_matrix,
-        full,
+        whole,
         parts,
         HAS_BASE=base is not None,
         HAS_PARTS=parts > 1,
@@ -351,7 +339,6 @@ def symmetric_product(
         INNER=tiles.inner,
         num_stages=tiles.stages,
         num_warps=tiles.warps,
-        enable_fp_fusion=True,
     )
     return out
 
@@ -372,7 +359,9 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _waves(tiles: int, loads: int, multiprocessors: int) -> tuple[int, int]:
+def _whole_tiles_and_parts(
+    tiles: int, loads: int, multiprocessors: int
+) -> tuple[int, int]:
     """How many of ``tiles`` are made by one program each, in full waves, and into how many parts the others are cut."""
     remaining = tiles % multiprocessors
     if not remaining or loads < _MANY_LOADS:
@@ -413,9 +402,8 @@ def scaled(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     matrices = len(x) if x.ndim == 3 else 1
     numel, tile = x.numel() // matrices, 4096
-    _any(scale_kernel)[(triton.cdiv(numel, tile), matrices)](
-        x, factors, out, numel, TILE=tile
-    )
+    kernel: Any = scale_kernel
+    kernel[(triton.cdiv(numel, tile), matrices)](x, factors, out, numel, TILE=tile)
     return out
 
 
@@ -425,20 +413,25 @@ _AT_ONCE = 4096
 _WARPS = 8
 
 
+# A job is the work on one region. A table has a row for each: three addresses, the number of elements, and the first of
+# its programs.
+_COLUMNS = tl.constexpr(5)
+_NUMEL = tl.constexpr(3)
+_FIRST_PROGRAM = tl.constexpr(4)
+
+
 @triton.jit
 def _job_of(jobs, count, program):
-    """The index of the job to which a program belongs, by bisection. The last column of ``jobs`` has the first program
-    of each of ``count`` jobs.
-    """
+    """The row of the job to which a program belongs, by bisection among ``count`` rows."""
     low = 0
     high = count
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(jobs + 5 * middle + 4) <= program:
+        if tl.load(jobs + _COLUMNS * middle + _FIRST_PROGRAM) <= program:
             low = middle
         else:
             high = middle
-    return low
+    return jobs + _COLUMNS * low
 
 
 @triton.jit
@@ -451,12 +444,12 @@ def _pointer(address, TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _lerp(start, end, weight, IS_NEAR_START: tl.constexpr):
-    """With the rounding of torch.lerp, for a weight below 0.5 or not."""
-    if IS_NEAR_START:
-        return start + weight * (end - start)
+def _lerp(start, end, weight, IS_BELOW_HALF: tl.constexpr):
+    """With the bits of torch.lerp on a GPU, which has two formulas, and does not round their products."""
+    if IS_BELOW_HALF:
+        return tl.fma(weight, end - start, start)
     else:
-        return end - (end - start) * (1.0 - weight)
+        return tl.fma(start - end, 1.0 - weight, end)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -465,10 +458,9 @@ def accumulate_and_blend_kernel(
     count,
     gradient_weight,
     momentum_weight,
-    ACCUMULATE: tl.constexpr,
     NESTEROV: tl.constexpr,
-    IS_MOSTLY_MOMENTUM: tl.constexpr,
-    IS_MOSTLY_GRADIENT: tl.constexpr,
+    GRADIENT_WEIGHT_IS_BELOW_HALF: tl.constexpr,
+    MOMENTUM_WEIGHT_IS_BELOW_HALF: tl.constexpr,
     MOMENTUM: tl.constexpr,
     GRADIENT: tl.constexpr,
     TARGET: tl.constexpr,
@@ -476,41 +468,39 @@ def accumulate_and_blend_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A chunk of the pass before. A row of ``jobs`` has the addresses of momentum, gradient (0 if there is none) and
-    target, the number of elements, and the first program. ``MOMENTUM`` and the like are types of elements. The two
-    weights add up to one.
+    """A chunk of the pass before. The addresses of a job are those of momentum, gradient (0 if there is none) and target.
+    ``MOMENTUM`` and the like are types of elements. The two weights add up to one.
     """
     program = tl.program_id(0)
-    job = jobs + 5 * _job_of(jobs, count, program)
+    job = _job_of(jobs, count, program)
     momentum = _pointer(tl.load(job), MOMENTUM, IS_ALIGNED)
     gradient_address = tl.load(job + 1)
     has_gradient = gradient_address != 0
     gradient = _pointer(gradient_address, GRADIENT, IS_ALIGNED)
     target = _pointer(tl.load(job + 2), TARGET, IS_ALIGNED)
-    numel = tl.load(job + 3)
-    first = (program - tl.load(job + 4)) * CHUNK
-    gradients = tl.where(has_gradient, numel, 0)
+    numel = tl.load(job + _NUMEL)
+    first = (program - tl.load(job + _FIRST_PROGRAM)) * CHUNK
+    gradient_numel = tl.where(has_gradient, numel, 0)
     if IS_ALIGNED:
         numel = tl.multiple_of(numel, 16)
-        gradients = tl.multiple_of(gradients, 16)
+        gradient_numel = tl.multiple_of(gradient_numel, 16)
     for start in range(0, CHUNK, AT_ONCE):
         at = first + start + tl.arange(0, AT_ONCE)
         is_inside = at < numel
-        has_elements = at < gradients
+        has_elements = at < gradient_numel
         old = tl.load(momentum + at, mask=is_inside, other=0.0).to(tl.float32)
-        new = old
         grad = tl.load(gradient + at, mask=has_elements, other=0.0).to(tl.float32)
-        if ACCUMULATE:
-            new = _lerp(old, grad, gradient_weight, IS_MOSTLY_MOMENTUM)
-            # The blend takes the momentum as it was rounded.
-            stored = new.to(MOMENTUM)
-            tl.store(momentum + at, stored, mask=has_elements)
-            new = stored.to(tl.float32)
-        blended = new
+        new = _lerp(old, grad, gradient_weight, GRADIENT_WEIGHT_IS_BELOW_HALF)
+        # The blend takes the momentum as it was rounded.
+        stored = new.to(MOMENTUM)
+        tl.store(momentum + at, stored, mask=has_elements)
+        blended = stored.to(tl.float32)
         if NESTEROV:
-            blended = _lerp(grad, new, momentum_weight, IS_MOSTLY_GRADIENT)
+            blended = _lerp(
+                grad, blended, momentum_weight, MOMENTUM_WEIGHT_IS_BELOW_HALF
+            )
         blended = tl.where(has_gradient, blended, old)
-        tl.store(target + at, blended, mask=is_inside)
+        tl.store(target + at, blended.to(TARGET), mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -526,16 +516,15 @@ def apply_updates_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A chunk of the pass after: ``param * decay + alpha * update``. A row of ``jobs`` has the addresses of parameter and
-    update, an unused one, the number of elements, and the first program. With ``ON_DEVICE``, ``decay`` and ``alpha``
-    are pointers.
+    """A chunk of the pass after: ``param * decay + alpha * update``. The addresses of a job are those of parameter and
+    update, and an unused one. With ``ON_DEVICE``, ``decay`` and ``alpha`` are pointers.
     """
     program = tl.program_id(0)
-    job = jobs + 5 * _job_of(jobs, count, program)
+    job = _job_of(jobs, count, program)
     param = _pointer(tl.load(job), PARAM, IS_ALIGNED)
     update = _pointer(tl.load(job + 1), UPDATE, IS_ALIGNED)
-    numel = tl.load(job + 3)
-    first = (program - tl.load(job + 4)) * CHUNK
+    numel = tl.load(job + _NUMEL)
+    first = (program - tl.load(job + _FIRST_PROGRAM)) * CHUNK
     if ON_DEVICE:
         decay = tl.load(decay)
         alpha = tl.load(alpha)
@@ -548,7 +537,7 @@ def apply_updates_kernel(
         updates = tl.load(update + at, mask=is_inside, other=0.0).to(tl.float32)
         # One rounding of the sum, as torch.add has on a GPU.
         result = tl.fma(updates, alpha, elements * decay)
-        tl.store(param + at, result, mask=is_inside)
+        tl.store(param + at, result.to(PARAM), mask=is_inside)
 
 
 def accumulate_and_blend(
@@ -558,23 +547,22 @@ def accumulate_and_blend(
     momentum: float,
     *,
     nesterov: bool,
-    accumulate: bool = True,
 ) -> None:
     """Takes each gradient into its momentum, and writes what is to be orthogonalized to its target, in one pass. Where
     there is no gradient, that is the momentum.
 
     Args:
         momenta (sequence of Tensor): of one dtype and device, and contiguous, as all others.
-        gradients (sequence of Tensor or None): of one dtype. Each has as many elements as its momentum.
+        gradients (sequence of Tensor or None): of one dtype. Each has the shape of its momentum, as its target has.
         targets (sequence of Tensor): of one dtype, usually bfloat16.
         momentum (float): the momentum factor.
         nesterov (bool): whether momentum is blended with the gradient once more.
-        accumulate (bool, optional): False leaves the momenta as they are (default: True)
     """
     present = [gradient for gradient in gradients if gradient is not None]
     like_gradients = present[0] if present else momenta[0]
     rows: list[tuple[int, int, int, int]] = []
     for of_job in zip(momenta, gradients, targets, strict=True):
+        _check_shapes(of_job)
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in of_job]
         rows.append((*addresses, of_job[0].numel()))  # type: ignore[arg-type]
     gradient_weight = 1 - float(momentum)
@@ -584,17 +572,16 @@ def accumulate_and_blend(
         momenta[0].device,
         gradient_weight,
         float(momentum),
-        ACCUMULATE=accumulate,
         NESTEROV=nesterov,
-        IS_MOSTLY_MOMENTUM=gradient_weight < 0.5,
-        IS_MOSTLY_GRADIENT=momentum < 0.5,
+        GRADIENT_WEIGHT_IS_BELOW_HALF=gradient_weight < 0.5,
+        MOMENTUM_WEIGHT_IS_BELOW_HALF=momentum < 0.5,
         MOMENTUM=_TYPES[momenta[0].dtype],
         GRADIENT=_TYPES[like_gradients.dtype],
         TARGET=_TYPES[targets[0].dtype],
     )
     # Autograd does not see what a kernel writes.
     torch.autograd.graph.increment_version(targets)
-    if accumulate and present:
+    if present:
         torch.autograd.graph.increment_version(momenta)
 
 
@@ -608,11 +595,12 @@ def apply_updates(
 
     Args:
         params (sequence of Tensor): of one dtype and device, and contiguous, as the updates.
-        updates (sequence of Tensor): of one dtype. Each has as many elements as its parameter.
+        updates (sequence of Tensor): of one dtype. Each has the shape of its parameter.
         decay, alpha (float or Tensor): both of one kind; Tensors have one element, on the device.
     """
     rows: list[tuple[int, int, int, int]] = []
     for param, update in zip(params, updates, strict=True):
+        _check_shapes((param, update))
         rows.append((param.data_ptr(), update.data_ptr(), 0, param.numel()))
     device = params[0].device
     on_device = isinstance(alpha, Tensor)
@@ -630,6 +618,16 @@ def apply_updates(
         UPDATE=_TYPES[updates[0].dtype],
     )
     torch.autograd.graph.increment_version(params)
+
+
+def _check_shapes(of_job: Sequence[Tensor | None]) -> None:
+    """Raises ValueError for tensors that do not have the shape of the first, beyond whose ends a kernel would write."""
+    shape = of_job[0].shape  # type: ignore[union-attr]
+    for tensor in of_job:
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(
+                f"expected a tensor of shape {tuple(shape)} but got {tuple(tensor.shape)}"
+            )
 
 
 _TYPES = {
@@ -670,6 +668,4 @@ def _run_pass(
             CHUNK=_CHUNK,
             AT_ONCE=_AT_ONCE,
             num_warps=_WARPS,
-            # The products of torch's lerp and add are not rounded before their sums.
-            enable_fp_fusion=True,
         )

@@ -1,12 +1,14 @@
 # mypy: allow-untyped-defs
-"""Newton-Schulz with symmetric products in Triton, on GPUs for which the kernels have been measured."""
+"""When Newton-Schulz takes symmetric products in Triton, and how it uses them."""
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from ._newton_schulz import Coefficients
 from ._newton_schulz_variants import GRAM_LONG_BY_SHORT, steps_by_gram_matrix
@@ -14,10 +16,10 @@ from ._newton_schulz_variants import GRAM_LONG_BY_SHORT, steps_by_gram_matrix
 
 # The dtypes that the passes before and after Newton-Schulz take.
 PASS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Gram matrices of float16 are this many times those of the normalized matrix, and its iterates as many times the square
-# root. The elements of the Gram matrix of a large matrix are small: they would lose bits at the end of float16's range.
-_GRAM_SCALE = 1024.0
+# Iterates of float16 are this many times those of the normalized matrix. Most elements of the Gram matrix of a large
+# matrix would otherwise be below the smallest normal number of float16, and lose bits.
 _ITERATE_SCALE = 32.0
+_GRAM_SCALE = _ITERATE_SCALE**2
 
 
 # Multiplications and additions of an iteration by torch's products. The host takes longer to launch Triton's products
@@ -28,6 +30,8 @@ _LEAST_FLOPS_OF_GRAM_FORM = 240e9
 _LEAST_FLOPS_IN_GRAPHS = 30e9
 # The kernels count the elements of a Gram matrix with 32 bits.
 _MOST_ROWS = 46_340
+# A tile has 128 rows. With few of them, their triangle is hardly smaller than the square.
+_LEAST_ROWS = 256
 
 
 def form_of(
@@ -37,8 +41,10 @@ def form_of(
     symmetric products; or "", by torch's, if these are faster.
     """
     short, long = sorted(shape)
+    if ns_algorithm == "quintic" or not _LEAST_ROWS <= short <= _MOST_ROWS:
+        return ""
     # Descriptors of blocks need rows of a multiple of 16 bytes.
-    if ns_algorithm == "quintic" or short % 8 or long % 8 or short > _MOST_ROWS:
+    if short % 8 or long % 8:
         return ""
     flops = matrices * short**2 * (4 * long + 2 * short)
     if flops < (_LEAST_FLOPS_IN_GRAPHS if in_graph else _LEAST_FLOPS):
@@ -59,7 +65,6 @@ def form_for(x: Tensor, ns_algorithm: str, in_graph: bool = False) -> str:
     if not (x.is_contiguous() or x.mT.is_contiguous()):
         return ""
     matrices = len(x) if x.ndim == 3 else 1
-    in_graph = in_graph or torch.cuda.is_current_stream_capturing()
     return form_of(x.shape[-2:], matrices, ns_algorithm, in_graph)
 
 
@@ -83,16 +88,37 @@ def orthogonalized(
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton has kernels for the GPU ``device``."""
+    """Whether Triton can run this project's kernels on the GPU ``device``. Warns if it should and cannot."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        from . import _muon_kernels  # noqa: F401
+        _launch_once(device)
     except ImportError:
         return False
+    except Exception as error:
+        warnings.warn(
+            f"Triton does not run on {device}, so torch's operations take the place of Muon's kernels: {error}",
+            stacklevel=2,
+        )
+        return False
     return True
+
+
+def _launch_once(device: torch.device) -> None:
+    """Raises ImportError without a suitable Triton, and other errors where Triton lacks a C compiler or a folder for what it
+    compiles.
+    """
+    import triton
+
+    if TorchVersion(triton.__version__) < "3.6":
+        raise ImportError("Muon's kernels need Triton 3.6 or later")
+    from ._muon_kernels import scaled
+
+    with torch.cuda.device(device):
+        ones = torch.ones(8, 8, device=device)
+        scaled(ones, ones, torch.float16)
 
 
 def pass_takes(*lists: Sequence[Tensor]) -> bool:
@@ -119,11 +145,9 @@ def _by_factors(
     out: Tensor | None = None,
 ) -> Tensor:
     """Newton-Schulz by symmetric products in float16, whose rounding is an eighth of that of bfloat16, at the same speed.
-    Each item of ``shared`` has the coefficients of the steps that share one Gram matrix of an iterate. Each step
-    multiplies the iterate by a factor, which is a polynomial of the Gram matrix, and so is the next Gram matrix. The
-    iterate, with the long side, is multiplied only by the product of these factors.
+    Each item of ``shared`` has the coefficients of the steps that share one Gram matrix of an iterate.
     """
-    from ._muon_kernels import scaled, symmetric_product
+    from ._muon_kernels import scaled
 
     dtype = x.dtype
     is_tall = x.shape[-2] > x.shape[-1]
@@ -131,17 +155,11 @@ def _by_factors(
         x = x.mT
     x = scaled(x, _ITERATE_SCALE / _norms(x, eps), torch.float16)
     for steps in shared:
-        gram = symmetric_product(x, x)
-        product: Any = None
-        for step, of_step in enumerate(steps, 1):
-            factor = _factor(gram, of_step)
-            if step < len(steps):
-                gram = symmetric_product(symmetric_product(factor, gram), factor)
-            product = factor if product is None else symmetric_product(product, factor)
+        factor = _factor_of_steps(x, steps)
         if steps is shared[-1]:
-            product /= _ITERATE_SCALE
+            factor /= _ITERATE_SCALE
         # The iterates keep the layout of the matrix in memory.
-        x = torch.matmul(product, x, out=torch.empty_like(x))
+        x = torch.matmul(factor, x, out=torch.empty_like(x))
     if is_tall:
         x = x.mT
     return x.to(dtype) if out is None else out.copy_(x)
@@ -151,6 +169,23 @@ def _norms(x: Tensor, eps: float) -> Tensor:
     """The Frobenius norm of each matrix in float32, of a shape that divides the matrices."""
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     return norms.clamp(min=eps)
+
+
+def _factor_of_steps(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+    """By what ``steps`` multiply the iterate ``x``. Each of them multiplies it by a polynomial of its Gram matrix, and the
+    next Gram matrix is a polynomial of this one. Polynomials of one matrix commute, so their products are symmetric, and
+    ``x``, with the long side, is multiplied once.
+    """
+    from ._muon_kernels import symmetric_product
+
+    gram = symmetric_product(x, x)
+    product: Any = None
+    for step, coefficients in enumerate(steps, 1):
+        factor = _factor(gram, coefficients)
+        if step < len(steps):
+            gram = symmetric_product(symmetric_product(factor, gram), factor)
+        product = factor if product is None else symmetric_product(product, factor)
+    return product
 
 
 def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:

@@ -62,6 +62,15 @@ def by_columns(x: torch.Tensor) -> torch.Tensor:
     return x.mT.contiguous().mT
 
 
+def descriptors_take(x: torch.Tensor) -> bool:
+    """Whether the rows of a factor, or its columns, are contiguous and start at multiples of 16 bytes."""
+    by_columns = x.stride(-1) != 1
+    if by_columns and x.stride(-2) != 1:
+        return False
+    outer = [*x.stride()[:-2], x.stride(-1) if by_columns else x.stride(-2)]
+    return all(stride * x.itemsize % 16 == 0 for stride in outer)
+
+
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
@@ -105,7 +114,7 @@ def cut(full: int, parts: int) -> Any:
     return mock.patch.multiple(
         kernels,
         _multiprocessors=lambda device: 1,
-        _waves=lambda tiles, loads, multiprocessors: (full, parts),
+        _whole_tiles_and_parts=lambda tiles, loads, multiprocessors: (full, parts),
     )
 
 
@@ -165,7 +174,7 @@ def check_products_of_a_matrix_with_itself() -> None:
         expected = x.double() @ x.double().mT
         layouts = x, by_columns(x)
         for factor, by_descriptor in itertools.product(layouts, (True, False)):
-            if by_descriptor and not kernels.takes(factor):
+            if by_descriptor and not descriptors_take(factor):
                 continue
             about = shape, full, parts, by_descriptor, factor.stride()
             tiles = SMALL._replace(by_descriptor=by_descriptor)
@@ -223,7 +232,7 @@ def check_products_with_a_base() -> None:
         for by_descriptor, dtype in itertools.product(
             (True, False), (torch.float32, None)
         ):
-            if by_descriptor and not kernels.takes(symmetric):
+            if by_descriptor and not descriptors_take(symmetric):
                 continue
             about = shape, full, parts, by_descriptor, dtype
             with cut(full, parts):
@@ -290,31 +299,6 @@ def check_products_of_symmetric_matrices() -> None:
     require_near(found, expected, 2**-10)
 
 
-def check_which_factors_products_take() -> None:
-    x = drawn(16, 24)
-    for taken, factor in (
-        (True, x),
-        (True, x.mT),
-        (True, x.bfloat16()),
-        (True, drawn(2, 16, 24)),
-        (True, drawn(2, 16, 24).mT),
-        # Rows apart that begin at multiples of 16 bytes.
-        (True, drawn(16, 48)[:, 8:32]),
-        (False, x.float()),
-        # Rows of 40 bytes, columns of 34.
-        (False, drawn(16, 20)),
-        (False, drawn(24, 17).mT),
-        # The first element is 8 bytes behind a multiple of 16.
-        (False, drawn(16, 32)[:, 4:28]),
-        # Elements are apart along both dimensions.
-        (False, drawn(16, 48)[:, ::2]),
-        (False, drawn(24, 32).mT[::2]),
-        # The second matrix begins 8 bytes behind a multiple of 16.
-        (False, drawn(1000).as_strided((2, 16, 24), (16 * 24 + 4, 24, 1))),
-    ):
-        require(kernels.takes(factor) == taken, taken, factor.shape, factor.stride())
-
-
 def check_waves() -> None:
     """Programs for full waves, and parts of the tiles that remain."""
     for expected, tiles, loads, multiprocessors in (
@@ -331,7 +315,7 @@ def check_waves() -> None:
         ((200, 1), 200, 128, 132),
         ((1, 1), 1, 64, 1),
     ):
-        found = kernels._waves(tiles, loads, multiprocessors)
+        found = kernels._whole_tiles_and_parts(tiles, loads, multiprocessors)
         require(found == expected, expected, found)
 
 
@@ -372,11 +356,17 @@ def check_scales() -> None:
 
 
 def lerp_of_gpu(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
-    """The formula of torch.lerp in float32. The CPU's own fuses a multiplication and an addition."""
+    """The formula of torch.lerp in float32."""
     start, end = start.float(), end.float()
-    if weight < 0.5:
-        return start + weight * (end - start)
-    return end - (end - start) * (1 - weight)
+    difference = end - start
+    factor = torch.tensor(weight)
+    if weight >= 0.5:
+        start, difference, factor = end, -difference, 1 - factor
+    product = difference.double() * factor.double()
+    if not fuses():
+        product = product.float()
+    # With a product that is exact, in float64, the sum is rounded once.
+    return (start.double() + product.double()).float()
 
 
 def in_larger_memory(elements: torch.Tensor, aligned: bool) -> torch.Tensor:
@@ -406,11 +396,11 @@ def small_chunks() -> Any:
 
 
 def check_gradients_come_into_momentum() -> None:
-    for momentum, nesterov, accumulate, sizes in itertools.product(
-        MOMENTA, (True, False), (True, False), (ODD, ALIGNED, (700,))
+    for momentum, nesterov, sizes in itertools.product(
+        MOMENTA, (True, False), (ODD, ALIGNED, (700,))
     ):
         with small_chunks():
-            compare_pass_before(momentum, nesterov, accumulate, sizes)
+            compare_pass_before(momentum, nesterov, sizes)
 
 
 def check_momenta_and_gradients_in_float16() -> None:
@@ -420,19 +410,19 @@ def check_momenta_and_gradients_in_float16() -> None:
         (half, torch.float32), (True, False)
     ):
         with small_chunks():
-            compare_pass_before(MOMENTA[0], nesterov, True, ODD, half, of_gradients)
+            compare_pass_before(MOMENTA[0], nesterov, ODD, half, of_gradients)
 
 
 def check_steps_without_any_gradient() -> None:
     for nesterov in (True, False):
         with small_chunks():
-            compare_pass_before(MOMENTA[0], nesterov, True, ODD, has_gradients=False)
+            compare_pass_before(MOMENTA[0], nesterov, ODD, has_gradients=False)
 
 
 def check_chunks_of_their_real_size() -> None:
     chunk = kernels._CHUNK
     for sizes in ((chunk + 5, 3, 2 * chunk + 1), (chunk, 2 * chunk + 16)):
-        compare_pass_before(MOMENTA[0], True, True, sizes)
+        compare_pass_before(MOMENTA[0], True, sizes)
         compare_pass_after(*FACTORS, FACTORS, sizes)
 
 
@@ -443,7 +433,6 @@ def is_aligned(sizes: Sequence[int]) -> bool:
 def compare_pass_before(
     momentum: float,
     nesterov: bool,
-    accumulate: bool,
     sizes: Sequence[int],
     dtype: torch.dtype = torch.float32,
     of_gradients: torch.dtype = torch.float32,
@@ -464,15 +453,14 @@ def compare_pass_before(
     own = [each.clone() for each in momenta]
     versions = [each._version for each in (*momenta, *targets)]
     kernels.accumulate_and_blend(
-        momenta, gradients, targets, momentum, nesterov=nesterov, accumulate=accumulate
+        momenta, gradients, targets, momentum, nesterov=nesterov
     )
     for number, gradient in enumerate(gradients):
-        about = number, momentum, nesterov, accumulate, sizes, dtype, of_gradients
+        about = number, momentum, nesterov, sizes, dtype, of_gradients
         blended = own[number]
         if gradient is not None:
-            if accumulate:
-                taken_in = lerp_of_gpu(own[number], gradient, 1 - momentum)
-                own[number] = blended = taken_in.to(dtype)
+            taken_in = lerp_of_gpu(own[number], gradient, 1 - momentum)
+            own[number] = blended = taken_in.to(dtype)
             if nesterov:
                 blended = lerp_of_gpu(gradient, blended, momentum)
         require(torch.equal(momenta[number], own[number]), "momentum", *about)
@@ -481,8 +469,8 @@ def compare_pass_before(
         require_nothing_else_changed(targets[number], "target", *about)
     later = [each._version for each in (*momenta, *targets)]
     for number, (before, after) in enumerate(zip(versions, later, strict=True)):
-        is_written = number >= len(momenta) or (accumulate and has_gradients)
-        require((after > before) == is_written, "version", number, accumulate)
+        is_written = number >= len(momenta) or has_gradients
+        require((after > before) == is_written, "version", number)
 
 
 def check_lerp_is_torchs() -> None:
@@ -509,6 +497,27 @@ def fuses() -> bool:
     kernel: Any = fma_kernel
     kernel[(1,)](x, out)
     return out.item() == 2**-24
+
+
+def check_tensors_of_other_shapes() -> None:
+    """A kernel would write beyond the end of the smaller one."""
+    large, small = torch.zeros(8, 6), torch.zeros(4, 6)
+    calls = (
+        lambda: kernels.apply_updates([large], [small], *FACTORS),
+        lambda: kernels.accumulate_and_blend(
+            [large], [small], [large], 0.9, nesterov=True
+        ),
+        lambda: kernels.accumulate_and_blend(
+            [large], [None], [small], 0.9, nesterov=True
+        ),
+    )
+    for call in calls:
+        message = ""
+        try:
+            call()
+        except ValueError as error:
+            message = str(error)
+        require("(8, 6) but got (4, 6)" in message, message)
 
 
 def check_updates() -> None:
@@ -760,7 +769,12 @@ def interpret() -> dict[str, str]:
 def compiled() -> dict[str, dict[str, Any]]:
     """The registers, memory and instructions of each kernel on each GPU, by the kernel's name and constants."""
     found: dict[str, dict[str, Any]] = {}
-    for (capability, _), tiles in kernels.TILES.items():
+    kinds = [(10 * major, tiles) for (major, _), tiles in kernels.TILES.items()]
+    # GPUs with less shared memory, and newer ones.
+    for capability in (86, 89, 100, 120):
+        major = min(capability // 10, 9)
+        kinds.append((capability, kernels.TILES[major, False]))
+    for capability, tiles in kinds:
         for has_base, has_parts, in_columns in (
             # A Gram matrix, its polynomial, and a short product's polynomial.
             (False, False, False),
@@ -771,28 +785,27 @@ def compiled() -> dict[str, dict[str, Any]]:
             (True, True, False),
         ):
             about = f"base={has_base} parts={has_parts} by columns={in_columns}"
-            name = f"product for {capability}.0, {tiles}, {about}"
+            name = f"product for {capability}, {tiles}, {about}"
             if name not in found:
                 found[name] = _product(
                     capability, tiles, has_base, has_parts, in_columns
                 )
-    for capability in (9, 8):
-        found[f"scaled for {capability}.0"] = _usage(
+    for capability in (90, 80):
+        found[f"scaled for {capability}"] = _usage(
             kernels.scale_kernel,
             capability,
             {"x": "*bf16", "factors": "*fp32", "out": "*fp16", "numel": "i32"},
             {"TILE": 4096},
         )
-        found[f"pass before for {capability}.0"] = _usage(
+        found[f"pass before for {capability}"] = _usage(
             kernels.accumulate_and_blend_kernel,
             capability,
             {"jobs": "*i64", "count": "i32"}
             | dict.fromkeys(("gradient_weight", "momentum_weight"), "fp32"),
             {
-                "ACCUMULATE": True,
                 "NESTEROV": True,
-                "IS_MOSTLY_MOMENTUM": True,
-                "IS_MOSTLY_GRADIENT": False,
+                "GRADIENT_WEIGHT_IS_BELOW_HALF": True,
+                "MOMENTUM_WEIGHT_IS_BELOW_HALF": False,
                 "MOMENTUM": tl.float32,
                 "GRADIENT": tl.float32,
                 "TARGET": tl.bfloat16,
@@ -802,7 +815,7 @@ def compiled() -> dict[str, dict[str, Any]]:
             },
             num_warps=kernels._WARPS,
         )
-        found[f"pass after for {capability}.0"] = _usage(
+        found[f"pass after for {capability}"] = _usage(
             kernels.apply_updates_kernel,
             capability,
             {"jobs": "*i64", "count": "i32", "decay": "fp32", "alpha": "fp32"},
@@ -844,8 +857,8 @@ def _product(
         "SIDE": tiles.side,
         "INNER": tiles.inner,
         # Triton makes a constant of an argument that is 1.
-        f"left_of_{along}": 1,
-        f"right_of_{along}": 1,
+        f"left_{along}_stride": 1,
+        f"right_{along}_stride": 1,
     }
     return _usage(
         kernels.symmetric_product_kernel,
@@ -872,15 +885,14 @@ def _usage(
         signature[name] = "constexpr" if name in constants else types[name]
         # Triton knows of pointers, sizes and strides that are multiples of 16.
         is_size = name in ("side", "inner", "numel")
-        is_stride = "_of_" in name and name != "tiles_of_matrix"
+        is_stride = name.endswith("_stride")
         is_constant = name in constants
         if signature[name].startswith("*") or (
             (is_size or is_stride) and not is_constant
         ):
             aligned[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", capability * 10, 32)
-    options["enable_fp_fusion"] = True
+    target = GPUTarget("cuda", capability, 32)
     result = triton.compile(source, target=target, options=options)
     ptx = result.asm["ptx"]
     return {
@@ -888,6 +900,7 @@ def _usage(
         "shared": result.metadata.shared,
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
+        "tcgen05": ptx.count("tcgen05.mma"),
         "bulk copies": ptx.count("cp.async.bulk"),
         "loads of four": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "stores of four": len(re.findall(r"st\.global\S*\.v4", ptx)),
