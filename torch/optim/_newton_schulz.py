@@ -146,7 +146,7 @@ def quintic(
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     rows, columns = products.shape or x.shape[-2:]
     is_tall = rows > columns
-    keeps_layout = has_fast_layouts(x)
+    keeps_layout = is_tall and has_fast_layouts(x)
     if is_tall:
         x = x.mT
     result = None

@@ -58,14 +58,28 @@ def form_of(
 
 def form_for(x: Tensor, ns_algorithm: str, in_graph: bool = False) -> str:
     """The form that Triton's symmetric products take for ``x``, a matrix or a batch; "" if torch's products are for it."""
-    if ns_algorithm == "quintic" or not x.is_cuda or type(x) is not Tensor:
-        return ""
-    if torch.compiler.is_compiling() or x.requires_grad or not has_kernels(x.device):
-        return ""
-    if not (x.is_contiguous() or x.mT.is_contiguous()):
+    if ns_algorithm == "quintic" or not _products_take(x):
         return ""
     matrices = len(x) if x.ndim == 3 else 1
     return form_of(x.shape[-2:], matrices, ns_algorithm, in_graph)
+
+
+def takes_gram(block: Tensor, ns_algorithm: str) -> bool:
+    """Whether Triton makes the Gram matrix of the rows of a ``block`` of a divided matrix."""
+    if ns_algorithm == "quintic" or not _products_take(block):
+        return False
+    rows, columns = block.shape
+    # One launch takes the place of several products and their sum, so that small ones are faster, too.
+    return _LEAST_ROWS <= rows <= _MOST_ROWS and rows % 8 == columns % 8 == 0
+
+
+def _products_take(x: Tensor) -> bool:
+    """Whether ``x`` is a tensor for Triton's products, which autograd and compilers do not see, on a GPU that has them."""
+    if not x.is_cuda or type(x) is not Tensor or x.requires_grad:
+        return False
+    if torch.compiler.is_compiling() or not has_kernels(x.device):
+        return False
+    return x.is_contiguous() or x.mT.is_contiguous()
 
 
 def orthogonalized(

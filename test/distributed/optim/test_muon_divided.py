@@ -5,12 +5,13 @@ import contextlib
 import math
 import os
 import re
+import sys
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim import Muon
+from torch.optim import _newton_schulz_kernels as kernel_forms, Muon
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule import division
@@ -150,6 +151,27 @@ class TestMuonDivided(OnCPU):
         with self.small():
             layout = [strategy.cut(shape, 0) for shape, _ in TO_DIVIDE]
             self.check(layout, lambda: strategy.config(**groups), str(strategy))
+
+    def test_gram_matrices_by_kernels(self):
+        """As on a GPU: in float32, where symmetric products are asked for."""
+        kernels = mock.Mock()
+        kernels.symmetric_product.side_effect = lambda x, y, dtype: (
+            x.to(dtype) @ y.mT.to(dtype)
+        )
+        layout, config = self.placed(mesh_of(4), S0), create_dtensor_config
+        for algorithm, is_taken in (("symmetric", True), ("quintic", False)):
+            kernels.reset_mock()
+            with (
+                self.small(),
+                mock.patch.object(kernel_forms, "_products_take", lambda x: True),
+                mock.patch.object(kernel_forms, "_LEAST_ROWS", 128),
+                mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
+            ):
+                make_config = partial(config, owners_per_matrix=4)
+                self.check(layout, make_config, algorithm, ns_algorithm=algorithm)
+            taken = kernels.symmetric_product.called
+            of_ranks = common_muon.everyone(taken)
+            self.assertEqual(any(of_ranks), is_taken)
 
     def test_missing_gradients(self):
         with self.small():

@@ -9,17 +9,23 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.optim._muon_engine.runtime.graphs import GraphMemory, Recording
 from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcessTestCase,
+    skip_if_lt_x_gpu,
+)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     mesh_of,
+    OnGPUs,
     R,
     S0,
     S1,
     Spec,
     specs,
     Twins,
+    with_process_group,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -267,6 +273,95 @@ class TestRecording(common_muon.OnCPU):
         recording.run(lambda: done.append("again"))
         self.assertEqual(done, ["first", "again"])
         self.assertEqual((memory.captures, memory.replays), (2, 1))
+
+
+class OnGPU(OnGPUs):
+    """Each training is made with graphs and without."""
+
+    def trained(self, has_graphs, **options):
+        """Parameters and momenta after some steps, one of them without some gradients, and the number of graphs."""
+        mesh = mesh_of(self.world_size)
+        placed = specs(mesh, [(S0,), (S1,)], [(64, 96), (100, 60), (33, 70)])
+        # Enough for Triton's products on each owner.
+        placed += specs(mesh, [(S0,)], [(1024, 2048)] * 16)
+        twins = Twins(placed, create_dtensor_config(keep_buffers=True), **options)
+        captures = []
+        capture, run = GraphMemory.capture, Recording.run
+
+        def counted(memory, work):
+            captures.append(work)
+            return capture(memory, work)
+
+        with (
+            mock.patch.object(GraphMemory, "capture", counted),
+            mock.patch.object(
+                Recording, "run", run if has_graphs else lambda _, work: work()
+            ),
+        ):
+            for missing in ((), (), (0, 7), (), ()):
+                twins.set_gradients(missing)
+                twins.optimizer.step()
+        values = []
+        for param in twins.params:
+            momentum = twins.optimizer.state[param]["momentum_buffer"]
+            values += [param.detach().to_local(), momentum.to_local()]
+        return values, len(captures)
+
+    def check_bits(self):
+        for options in ({}, {"fused": True}, {"ns_algorithm": "gram", "fused": True}):
+            expected, captures = self.trained(False, **options)
+            self.assertEqual(captures, 0)
+            found, captures = self.trained(True, **options)
+            self.assertGreater(captures, 0)
+            self.assertEqual(found, expected, rtol=0, atol=0)
+
+
+class TestMuonGraphsOnOneGPU(OnGPU, MultiProcessTestCase):
+    world_size = 1
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_bits(self):
+        self.check_bits()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_graph_of_the_user(self):
+        """It contains the work of the engine's own graphs."""
+        placed = specs(mesh_of(1), [(S0,)], [(64, 96), (100, 60)])
+        lists = []
+        for is_recorded in (True, False):
+            config = create_dtensor_config(keep_buffers=True)
+            lr = torch.tensor(0.02, device=common_muon.device())
+            twins = Twins(placed, config, lr=lr)
+            twins.set_gradients()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    twins.optimizer.step()
+            torch.cuda.current_stream().wait_stream(stream)
+            step = twins.optimizer.step
+            if is_recorded:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    twins.optimizer.step()
+                step = graph.replay
+            for _ in range(3):
+                step()
+            lists.append([param.detach().to_local() for param in twins.params])
+        self.assertEqual(*lists, rtol=0, atol=0)
+
+
+class TestMuonGraphsOnSharedGPU(OnGPU, MultiProcessTestCase):
+    """With collectives in flight while a rank captures."""
+
+    backend = "gloo"
+    world_size = 4
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_bits(self):
+        self.check_bits()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Newton-Schulz of a divided matrix, by all of its owners together."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import NS_DTYPE, Products
+from ..._newton_schulz_kernels import takes_gram
 from ..._newton_schulz_variants import products_for
 from ..process_groups import group_ranks, OWN_ERRORS, Ranks
 from ..schedule.schedule import Schedule
 from .matrices import LocalMatrix
+from .params import Param
 from .transport import collective_error
 
 
@@ -27,9 +29,14 @@ class DividedProducts(Products):
     """
 
     def __init__(
-        self, matrix: LocalMatrix, group: ProcessGroup, device: torch.device
+        self,
+        matrix: LocalMatrix,
+        group: ProcessGroup,
+        device: torch.device,
+        ns_algorithm: str,
     ) -> None:
         self._matrix, self._group, self._device = matrix, group, device
+        self._ns_algorithm = ns_algorithm
         self.shape = matrix.layout.block_of
         self._ranks = group_ranks(group)
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
@@ -43,14 +50,24 @@ class DividedProducts(Products):
         """The Gram matrix, of shape (short, short), of the whole matrix with a block ``x`` of (short, n) and its
         ``transposed``.
         """
+        total = self._gram_of_block(x, transposed)
+        self._run(dist.all_reduce, total)
+        return total.to(x.dtype)
+
+    def _gram_of_block(self, x: Tensor, transposed: Tensor) -> Tensor:
+        """In float32."""
+        if takes_gram(x, self._ns_algorithm):
+            from ..._muon_kernels import symmetric_product
+
+            with torch.cuda.device_of(x):
+                return symmetric_product(x, x, dtype=torch.float32)
         products = products_for(x, "quintic")
         count = -(-_PARTS // self._count)
         parts = zip(x.chunk(count, dim=1), transposed.chunk(count, dim=0))
         total = products.gram(*next(parts)).float()
         for part in parts:
             total += products.gram(*part)
-        self._run(dist.all_reduce, total)
-        return total.to(x.dtype)
+        return total
 
     def combine(self, base, left, right, *, beta, alpha=1) -> Tensor:
         """``beta * base + alpha * left @ right``, all of shape (short, short): some rows on each rank."""
@@ -93,13 +110,16 @@ class DividedProducts(Products):
 
 def attach_products(
     matrices: Iterable[LocalMatrix],
+    params: Sequence[Param],
     schedule: Schedule,
     groups: Mapping[Ranks, ProcessGroup | None],
     rank: int,
     device: torch.device,
 ) -> None:
     """Gives this rank's blocks of divided matrices the products that it computes with their other owners."""
+    algorithms = {param.key.index: param.formulas.ns_algorithm for param in params}
     for matrix in matrices:
         team = groups.get(schedule.team(matrix.index))
         if team is not None and matrix.owner == rank:
-            matrix.products = DividedProducts(matrix, team, device)
+            algorithm = algorithms[matrix.param_index]
+            matrix.products = DividedProducts(matrix, team, device, algorithm)
