@@ -860,7 +860,7 @@ def outcomes(lines: list[dict[str, Any]]) -> Found:
 # Each with its limit in seconds. Together: less than 15 minutes.
 STAGES: dict[Callable[[Machine], Found], float] = {
     environment: 30,
-    newton_schulz: 90,
+    newton_schulz: 70,
     steps: 90,
     costs: 50,
     host: 70,
