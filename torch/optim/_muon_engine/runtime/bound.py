@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..layouts.layout import Region
-from .graphs import Recording
 from .matrices import LocalMatrix
 from .params import StepInputs
 
@@ -115,8 +114,8 @@ class Batch(NamedTuple):
     applied: Sequence[Chunk]
     # The places of sums, whose contributions are added one after another.
     sums: Sequence[int]
-    # Repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
-    recording: Recording | None = None
+    # A Recording, which repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
+    recording: Any = None
 
     def part(self, places: Sequence[int]) -> "Batch":
         """This batch with the work on the matrices at some of its places, which is not recorded. ``matrices`` and

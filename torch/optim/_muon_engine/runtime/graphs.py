@@ -18,6 +18,9 @@ class GraphMemory:
         self._pool: Any = None
         self._stream: Any = None
 
+    def recording(self) -> "Recording":
+        return Recording(self)
+
     def is_capturing(self) -> bool:
         """Whether the user makes a graph of the step."""
         with torch.cuda.device(self._device):

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graphs import GraphMemory, Recording
-
 
 class Memory:
     """Bytes for packs and for whole matrices. Unless ``keep``, they take a device's memory in a step only (MPS
@@ -19,8 +17,10 @@ class Memory:
         self.frees_between_steps = device.type not in ("cpu", "mps") and not keep
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         # For graphs of the work on memory that is kept.
-        self._of_graphs: GraphMemory | None = None
+        self._of_graphs: Any = None
         if keep and device.type == "cuda":
+            from .graphs import GraphMemory
+
             self._of_graphs = GraphMemory(device)
         # Memory of CPUs that one matrix after another uses, by dtype.
         self._scratch: dict[Any, Tensor] = {}
@@ -41,9 +41,9 @@ class Memory:
             if storage._cdata != pointer
         ]
 
-    def recording(self) -> Recording | None:
-        """For work that writes only to this memory; None if the device has no graphs, or if addresses change."""
-        return None if self._of_graphs is None else Recording(self._of_graphs)
+    def recording(self) -> Any:
+        """A Recording for work that writes only to this memory; None if the device has no graphs, or if addresses change."""
+        return None if self._of_graphs is None else self._of_graphs.recording()
 
     def reserve(self, numel: int, dtype: torch.dtype) -> None:
         """Makes room for :meth:`scratch` of ``numel`` elements."""
