@@ -96,6 +96,30 @@ class TestOwners(TestCase):
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestSources(TestCase):
+    def test_owners_take_shards_of_their_own_replica(self):
+        """Also owners with empty shards: a matrix with two rows has two shards over the four ranks of a replica."""
+        rows = [(Region(row, 0, 1, 6, 0, 6),) for row in range(2)]
+        regions = (*rows, (), ()) * 3
+        shards = Shards(tuple(range(12)), regions)
+        for owner in range(12):
+            first_of_replica = owner - owner % 4
+            for row in range(2):
+                for holder in range(row, 12, 4):
+                    with self.subTest(owner=owner, holder=holder):
+                        source = shards.source(holder, owner)
+                        self.assertEqual(source, first_of_replica + row)
+
+    def test_shards_with_unequal_numbers_of_replicas(self):
+        """The sources of a shard are replicas of it, and an owner takes its own shard from nobody."""
+        first, second = ((Region(row, 0, 1, 6, 0, 6),) for row in range(2))
+        shards = Shards(tuple(range(5)), (first, second, first, first, second))
+        for owner in range(5):
+            self.assertEqual(shards.source(owner, owner), owner)
+            self.assertIn(shards.source(0, owner), (0, 2, 3))
+            self.assertIn(shards.source(1, owner), (1, 4))
+
+
 class TestDTensorLayouts(TestCase):
     def as_rank(self, rank, world_size):
         """A process group that answers for ``rank`` without any other process."""

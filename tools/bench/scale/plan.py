@@ -272,9 +272,10 @@ def _are_sources(shards: Shards, ranks: NDArray, owners: NDArray) -> NDArray:
             places = np.searchsorted(ranks, replicas)
             replica_numbers[places] = np.arange(count)
             replica_counts[places] = count
-    # As Shards.source: the source is the replica with the owner's number, or the last one.
+    # As Shards.source: the source is the replica with the owner's number, in proportion to their replicas.
     numbers_of_owners = replica_numbers[owners][:, None]
-    wanted = np.minimum(numbers_of_owners, replica_counts - 1)
+    counts_of_owners = replica_counts[owners][:, None]
+    wanted = numbers_of_owners * replica_counts // counts_of_owners
     return wanted == replica_numbers
 
 
