@@ -259,17 +259,28 @@ def test_quoted_simulations_are_those_of_the_data():
         assert divided.split()[-1] in cells, title
 
 
-def test_quoted_errors_are_those_of_the_code():
-    files = (ROOT / "torch" / "optim").rglob("*.py")
-    source = "".join(path.read_text() for path in files)
-    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a text in several literals
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    tables = page.partition("## A step hangs")[0]
-    quoted = re.findall(r'^\| [^|]*?"([^"]+)"', tables, re.MULTILINE)
-    assert len(quoted) > 10
-    for text in quoted:
-        for piece in re.split(r"\(.*?\)|\d+", text):
-            assert piece.strip(" ,") in source, text
+def quoted_errors(page, end):
+    """The quotations in the first columns of a page's tables, before the section ``end``."""
+    tables = (ROOT / "docs" / page).read_text().partition(end)[0]
+    rows = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
+    return [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
+
+
+@pytest.mark.parametrize(
+    ("page", "end", "source", "least"),
+    [
+        ("troubleshooting.md", "## A step hangs", ROOT / "torch" / "optim", 10),
+        ("install.md", "In files that the overlay only", ROOT / "tools" / "overlay", 7),
+    ],
+)
+def test_quoted_errors_are_those_of_the_code(page, end, source, least):
+    text = "".join(path.read_text() for path in source.rglob("*.py"))
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # a text in several literals
+    quoted = quoted_errors(page, end)
+    assert len(quoted) >= least
+    for quotation in quoted:
+        for piece in re.split(r"\(.*?\)|\d+", quotation):
+            assert piece.strip(" ,") in text, quotation
 
 
 def test_figures_are_drawn_again(tmp_path):
