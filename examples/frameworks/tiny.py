@@ -35,6 +35,18 @@ def moe() -> nn.Module:
     return Qwen3MoeForCausalLM(config)
 
 
+def tokenizer() -> object:
+    """Its words are the numbers of ``llama``'s tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({str(number): number for number in range(64)}, unk_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
+    )
+
+
 class Encoder(nn.Module):
     """Returns the loss."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from overlay.example_runs import run_example
+from overlay.test_docs import programs
 from tools.overlay import env
 from tools.overlay.payload import ROOT
 
@@ -34,11 +35,11 @@ def needs(*names):
     return pytest.mark.skipif(bool(missing), reason=f"{missing} {how}")
 
 
-def start(*words, stand_in=None, **environ):
-    """Exit code, output and errors of a checked program on two processes."""
+def start(*words, stand_in=None, processes=2, **environ):
+    """Exit code, output and errors of a checked program."""
     options = [] if stand_in is None else ["--stand-in", stand_in]
     script = HERE / "checked.py"
-    run = run_example(script, *options, *words, processes=2, **environ)
+    run = run_example(script, *options, *words, processes=processes, **environ)
     return run.code, run.out, run.err
 
 
@@ -51,23 +52,79 @@ def assert_checked(done, matrices, steps=STEPS):
     assert sorted(lines) == expected
 
 
-CPU = {"ACCELERATE_USE_CPU": "true"}
+STAND_IN = {"stand_in": "accelerate"}
 
 
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("accelerate_ddp", CPU),
-        ("accelerate_fsdp2", {"stand_in": "accelerate"}),
-        ("trainer_ddp", {}),
-        ("trainer_fsdp1", {"stand_in": "accelerate"}),
-        ("trainer_fsdp2", {"stand_in": "accelerate"}),
-        ("tp_plan", {}),
-    ],
+    ("recipe", "options"), [("trainer_fsdp1", STAND_IN), ("tp_plan", {})]
 )
 def test_transformers_recipe(recipe, options):
     assert_checked(start(RECIPES / f"{recipe}.py", **options), LLAMA)
+
+
+# LoRA's A and B for each matrix.
+ADAPTERS = 2 * LLAMA
+# A recipe, its options, its matrices, the folder of a step, and the steps from step 1 on. Under FSDP2 one
+# more has a learning rate of 0: it makes the state that a checkpoint is loaded into.
+RESUMED = [
+    ("accelerate_ddp", {}, LLAMA, "{}", 2),
+    ("accelerate_fsdp2", STAND_IN, LLAMA, "{}", 3),
+    ("trainer_ddp", {}, LLAMA, "checkpoint-{}", 2),
+    ("trainer_fsdp2", STAND_IN, LLAMA, "checkpoint-{}", 3),
+    ("sft_lora", {}, ADAPTERS, "checkpoint-{}", 2),
+]
+
+
+def weights_in(folder):
+    """The files with weights, by their names."""
+    files = [*folder.rglob("*.safetensors"), *folder.rglob("pytorch_model*/*.distcp")]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+@needs("accelerate", "transformers", "trl", "peft")
+@pytest.mark.parametrize(("recipe", "options", "matrices", "place", "left"), RESUMED)
+def test_recipe_goes_on_from_its_checkpoint(
+    recipe, options, matrices, place, left, tmp_path
+):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    script = RECIPES / f"{recipe}.py"
+    assert_checked(start(script, whole, **options), matrices)
+    expected = weights_in(whole / place.format(STEPS))
+    first = place.format(1)
+    assert expected and expected != weights_in(whole / first)
+    shutil.copytree(whole / first, broken / first)
+    assert_checked(start(script, broken, **options), matrices, steps=left)
+    assert weights_in(broken / place.format(STEPS)) == expected
+
+
+@needs("accelerate", "transformers")
+def test_accelerate_has_no_fsdp_on_cpus(tmp_path):
+    """Each process trained alone, or under DDP."""
+    for environ in ({}, {"ACCELERATE_USE_CPU": "true"}):
+        code, out, err = start(RECIPES / "accelerate_fsdp2.py", tmp_path, **environ)
+        assert code == 1
+        assert err.count("Without accelerators, Accelerate would ignore") == 2, err
+        assert "loss" not in out
+
+
+DOCUMENTED = [program for program in programs() if program.needs_frameworks]
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("program", DOCUMENTED, ids=[p.name for p in DOCUMENTED])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_documented_program(program, processes, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(program.code)
+    done = start(script, processes=processes)
+    if processes == 1:
+        assert done[0] == 0, done[2]
+        return
+    # The Trainer has three epochs of two steps.
+    assert_checked(done, LLAMA, steps=6)
+    losses = re.findall(r"'loss': '([\d.]+)'", done[1])
+    assert float(losses[-1]) < float(losses[0])
 
 
 @needs("transformers")
