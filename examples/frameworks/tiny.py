@@ -52,7 +52,9 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        # Lightning's checkpoints lack the random state, so a resumed run would drop other features.
+        options = {"dropout": 0.0, "batch_first": True}
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, **options) for _ in range(2)]
         self.embedding = nn.Embedding(64, 32)
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(32, 64)
