@@ -9,6 +9,7 @@ torchrun --nproc-per-node 4 examples/train_fsdp2.py --tp 2           # FSDP2 x T
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def mean(value: Tensor) -> float:
     return value.item() / dist.get_world_size()
 
 
+def show(step: int, steps: int, loss: float) -> None:
+    """Draws a bar again on a terminal. A file gets a line for each tenth of the steps."""
+    text = f"step {step}, loss {loss:.4f}"
+    is_last = step == steps
+    if sys.stdout.isatty():
+        bar = "#" * (30 * step // steps)
+        print(f"{bar:.<30} {text}", end="\n" if is_last else "\r", flush=True)
+    elif is_last or 10 * step // steps > 10 * (step - 1) // steps:
+        print(text, flush=True)
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a small GPT on Python's documentation with FSDP2 and Muon.",
@@ -179,11 +191,10 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        value, done = mean(loss), (step + 1) / args.steps
+        value = mean(loss)
         history.append({"loss": value, "seconds": time.monotonic() - began})
         if rank == 0:
-            bar = f"{'#' * int(30 * done):.<30} step {step + 1}, loss {value:.4f}"
-            print(bar, end="\n" if done == 1 else "\r", flush=True)
+            show(step + 1, args.steps, value)
     optimizers[0].synchronize()  # raises if ranks differed in the last step
     if args.save:
         dcp.save(state(args.steps), checkpoint_id=args.save)

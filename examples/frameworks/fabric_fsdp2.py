@@ -1,10 +1,16 @@
 """Lightning Fabric with FSDP2: ``setup`` shards the model, and only then the optimizers are built.
 
-    torchrun --nproc-per-node 2 examples/frameworks/fabric_fsdp2.py
+    torchrun --nproc-per-node 2 examples/frameworks/fabric_fsdp2.py FOLDER
+
+Started again, it goes on from its last checkpoint in FOLDER.
 
 Not ``fabric.setup(model, muon, adamw)`` under ModelParallelStrategy: optimizers of the plain
 parameters would never see a gradient, AdamW either.
 """
+
+import sys
+from itertools import islice
+from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
@@ -22,7 +28,7 @@ def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Modu
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     strategy = ModelParallelStrategy(
         parallelize, data_parallel_size=2, tensor_parallel_size=1
     )
@@ -39,14 +45,20 @@ def main() -> None:
         AdamW(others, lr=3e-3),
     )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
-    for tokens in fabric.setup_dataloaders(data):
+    state = {"model": model, "muon": muon, "adamw": adamw}
+    done = max((int(path.name) for path in folder.glob("*")), default=0)
+    if done:
+        fabric.load(folder / str(done), state)
+    batches = islice(fabric.setup_dataloaders(data), done, None)
+    for step, tokens in enumerate(batches, done + 1):
         loss = model(tokens)
         fabric.backward(loss)
         for optimizer in (muon, adamw):
             optimizer.step()
             optimizer.zero_grad()
-        fabric.print(f"loss {fabric.all_reduce(loss):.4f}")
+        fabric.print(f"step {step}, loss {fabric.all_reduce(loss):.4f}")
+        fabric.save(folder / str(step), state)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -1,10 +1,16 @@
 """Lightning with DDP: two optimizers, so the module steps them itself.
 
-torchrun --nproc-per-node 2 examples/frameworks/lightning_ddp.py
+    torchrun --nproc-per-node 2 examples/frameworks/lightning_ddp.py FOLDER
+
+Started again, it goes on from its last checkpoint in FOLDER.
 """
+
+import sys
+from pathlib import Path
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import Encoder
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
@@ -39,18 +45,20 @@ class Module(lightning.LightningModule):
         self.log("loss", loss, prog_bar=True)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     torch.manual_seed(0)
+    # One for each epoch, and a link to the last one.
+    checkpoints = ModelCheckpoint(folder, save_top_k=-1, save_last="link")
     trainer = lightning.Trainer(
         strategy="ddp",
         devices=2,
-        max_epochs=1,
+        max_epochs=3,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[checkpoints],
     )
-    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
-    trainer.fit(Module(), data)
+    data = torch.utils.data.DataLoader(torch.randint(64, (8, 16)), batch_size=4)
+    trainer.fit(Module(), data, ckpt_path="last")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

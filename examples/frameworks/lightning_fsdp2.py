@@ -1,13 +1,19 @@
 """Lightning's ModelParallelStrategy: FSDP2 is applied in ``configure_model``, before the optimizers.
 
-    torchrun --nproc-per-node 2 examples/frameworks/lightning_fsdp2.py
+    torchrun --nproc-per-node 2 examples/frameworks/lightning_fsdp2.py FOLDER
+
+Started again, it goes on from its last checkpoint in FOLDER.
 
 With ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]`` before ``fully_shard`` it is
 FSDP2 x TP; nothing else changes.
 """
 
+import sys
+from pathlib import Path
+
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny import Encoder
 from torch.distributed.fsdp import fully_shard
@@ -48,18 +54,20 @@ class Module(lightning.LightningModule):
         self.log("loss", loss, prog_bar=True)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     torch.manual_seed(0)
+    # One for each epoch, and a link to the last one.
+    checkpoints = ModelCheckpoint(folder, save_top_k=-1, save_last="link")
     trainer = lightning.Trainer(
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         devices=2,
-        max_epochs=1,
+        max_epochs=3,
         logger=False,
-        enable_checkpointing=False,
+        callbacks=[checkpoints],
     )
-    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
-    trainer.fit(Module(), data)
+    data = torch.utils.data.DataLoader(torch.randint(64, (8, 16)), batch_size=4)
+    trainer.fit(Module(), data, ckpt_path="last")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

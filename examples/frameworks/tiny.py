@@ -35,12 +35,26 @@ def moe() -> nn.Module:
     return Qwen3MoeForCausalLM(config)
 
 
+def tokenizer() -> object:
+    """Its words are the numbers of ``llama``'s tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = WordLevel({str(number): number for number in range(64)}, unk_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
+    )
+
+
 class Encoder(nn.Module):
     """Returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        # Lightning's checkpoints lack the random state, so a resumed run would drop other features.
+        options = {"dropout": 0.0, "batch_first": True}
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, **options) for _ in range(2)]
         self.embedding = nn.Embedding(64, 32)
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(32, 64)

@@ -1,9 +1,12 @@
 """Transformers' Trainer under DDP: ``optimizers=`` takes one optimizer, so two are combined.
 
-torchrun --nproc-per-node 2 examples/frameworks/trainer_ddp.py
+    torchrun --nproc-per-node 2 examples/frameworks/trainer_ddp.py FOLDER
+
+Started again, it goes on from its last checkpoint in FOLDER.
 """
 
-import tempfile
+import sys
+from pathlib import Path
 
 import torch
 from combined import Combined
@@ -11,16 +14,18 @@ from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     # It makes the process group, so it comes first.
     arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(),
+        output_dir=str(folder),
         per_device_train_batch_size=4,
         num_train_epochs=1,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=1,
         report_to="none",
         use_cpu=not torch.accelerator.is_available(),
     )
@@ -43,8 +48,9 @@ def main() -> None:
         # The Trainer makes the scheduler.
         optimizers=(optimizer, None),
     )
-    trainer.train()
+    last = get_last_checkpoint(folder) if folder.exists() else None
+    trainer.train(resume_from_checkpoint=last)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

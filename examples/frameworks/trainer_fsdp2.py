@@ -1,13 +1,14 @@
 """Transformers' Trainer under FSDP2, which allows no ``optimizers=``: it makes them by a factory.
 
-    torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp2.py
+    torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp2.py FOLDER
 
-The Trainer calls the factory, and the result with the plain model; Accelerate shards model and
-optimizer together afterwards.
+Started again, it goes on from its last checkpoint in FOLDER. The Trainer calls the factory, and the
+result with the plain model; Accelerate shards model and optimizer together afterwards.
 """
 
-import tempfile
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from combined import Combined
@@ -15,6 +16,7 @@ from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 
 def factory() -> Callable[..., Combined]:
@@ -27,13 +29,14 @@ def factory() -> Callable[..., Combined]:
     return muon_and_adamw
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     arguments = TrainingArguments(
-        output_dir=tempfile.gettempdir(),
+        output_dir=str(folder),
         per_device_train_batch_size=4,
         num_train_epochs=1,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=1,
         report_to="none",
         learning_rate=3e-3,
         fsdp=True,
@@ -48,10 +51,12 @@ def main() -> None:
     texts = torch.randint(64, (24, 16))
     data = [{"input_ids": text, "labels": text} for text in texts]
     made_by = factory, {"lr": arguments.learning_rate}
-    Trainer(
+    trainer = Trainer(
         model, arguments, train_dataset=data, optimizer_cls_and_kwargs=made_by
-    ).train()
+    )
+    last = get_last_checkpoint(folder) if folder.exists() else None
+    trainer.train(resume_from_checkpoint=last)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

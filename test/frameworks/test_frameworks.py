@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from overlay.example_runs import run_example
+from overlay.test_docs import programs
 from tools.overlay import env
 from tools.overlay.payload import ROOT
 
@@ -34,11 +35,11 @@ def needs(*names):
     return pytest.mark.skipif(bool(missing), reason=f"{missing} {how}")
 
 
-def start(*words, stand_in=None, **environ):
-    """Exit code, output and errors of a checked program on two processes."""
+def start(*words, stand_in=None, processes=2, **environ):
+    """Exit code, output and errors of a checked program."""
     options = [] if stand_in is None else ["--stand-in", stand_in]
     script = HERE / "checked.py"
-    run = run_example(script, *options, *words, processes=2, **environ)
+    run = run_example(script, *options, *words, processes=processes, **environ)
     return run.code, run.out, run.err
 
 
@@ -51,37 +52,100 @@ def assert_checked(done, matrices, steps=STEPS):
     assert sorted(lines) == expected
 
 
-CPU = {"ACCELERATE_USE_CPU": "true"}
+STAND_IN = {"stand_in": "accelerate"}
 
 
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("accelerate_ddp", CPU),
-        ("accelerate_fsdp2", {"stand_in": "accelerate"}),
-        ("trainer_ddp", {}),
-        ("trainer_fsdp1", {"stand_in": "accelerate"}),
-        ("trainer_fsdp2", {"stand_in": "accelerate"}),
-        ("tp_plan", {}),
-    ],
+    ("recipe", "options"), [("trainer_fsdp1", STAND_IN), ("tp_plan", {})]
 )
 def test_transformers_recipe(recipe, options):
     assert_checked(start(RECIPES / f"{recipe}.py", **options), LLAMA)
+
+
+# LoRA's A and B for each matrix.
+ADAPTERS = 2 * LLAMA
+# Where checkpoints are: after the first step, where a run looks for its last one, and after the last step.
+NUMBERS = "1", "1", "3"
+TRAINERS = "checkpoint-1", "checkpoint-1", "checkpoint-3"
+# It counts the steps of both optimizers.
+LIGHTNINGS = "epoch=0-step=2.ckpt", "last.ckpt", "epoch=2-step=6.ckpt"
+# A recipe, its options, its matrices, its checkpoints, and the steps from step 1 on. Under FSDP2 one more has
+# a learning rate of 0: it makes the state that a checkpoint is loaded into.
+RESUMED = [
+    ("accelerate_ddp", {}, LLAMA, NUMBERS, 2),
+    ("accelerate_fsdp2", STAND_IN, LLAMA, NUMBERS, 3),
+    ("trainer_ddp", {}, LLAMA, TRAINERS, 2),
+    ("trainer_fsdp2", STAND_IN, LLAMA, TRAINERS, 3),
+    ("sft_lora", {}, ADAPTERS, TRAINERS, 2),
+    ("fabric_ddp", {}, ENCODER, NUMBERS, 2),
+    ("fabric_fsdp2", {}, ENCODER, NUMBERS, 3),
+    ("lightning_ddp", {}, ENCODER, LIGHTNINGS, 2),
+    ("lightning_fsdp2", {}, ENCODER, LIGHTNINGS, 3),
+]
+
+
+def weights_in(checkpoint):
+    """The bytes of the weights in a checkpoint, by their names or files."""
+    if checkpoint.is_file():
+        saved = torch.load(checkpoint, weights_only=False)
+        weights = saved.get("model") or saved["state_dict"]
+        return {name: value.numpy().tobytes() for name, value in weights.items()}
+    files = [*checkpoint.rglob("*.safetensors"), *checkpoint.rglob("*.distcp")]
+    return {path.relative_to(checkpoint): path.read_bytes() for path in files}
+
+
+@needs("accelerate", "transformers", "trl", "peft", "lightning")
+@pytest.mark.parametrize(("recipe", "options", "matrices", "places", "left"), RESUMED)
+def test_recipe_goes_on_from_its_checkpoint(
+    recipe, options, matrices, places, left, tmp_path
+):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    script = RECIPES / f"{recipe}.py"
+    first, resumed, last = places
+    assert_checked(start(script, whole, **options), matrices)
+    expected = weights_in(whole / last)
+    assert expected and expected != weights_in(whole / first)
+    broken.mkdir()
+    copy_all = shutil.copytree if (whole / first).is_dir() else shutil.copyfile
+    copy_all(whole / first, broken / resumed)
+    assert_checked(start(script, broken, **options), matrices, steps=left)
+    assert weights_in(broken / last) == expected
+
+
+@needs("accelerate", "transformers")
+def test_accelerate_has_no_fsdp_on_cpus(tmp_path):
+    """Each process trained alone, or under DDP."""
+    for environ in ({}, {"ACCELERATE_USE_CPU": "true"}):
+        code, out, err = start(RECIPES / "accelerate_fsdp2.py", tmp_path, **environ)
+        assert code == 1
+        assert err.count("Without accelerators, Accelerate would ignore") == 2, err
+        assert "loss" not in out
+
+
+DOCUMENTED = [program for program in programs() if program.needs_frameworks]
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("program", DOCUMENTED, ids=[p.name for p in DOCUMENTED])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_documented_program(program, processes, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(program.code)
+    done = start(script, processes=processes)
+    if processes == 1:
+        assert done[0] == 0, done[2]
+        return
+    # The Trainer has three epochs of two steps.
+    assert_checked(done, LLAMA, steps=6)
+    losses = re.findall(r"'loss': '([\d.]+)'", done[1])
+    assert float(losses[-1]) < float(losses[0])
 
 
 @needs("transformers")
 def test_experts():
     # Of two layers: attention, and four experts with gate, up and down.
     assert_checked(start(RECIPES / "moe_fsdp2.py"), 2 * (4 + 4 * 3))
-
-
-@needs("lightning")
-@pytest.mark.parametrize(
-    "recipe", ["lightning_ddp", "lightning_fsdp2", "fabric_ddp", "fabric_fsdp2"]
-)
-def test_lightning_recipe(recipe):
-    assert_checked(start(RECIPES / f"{recipe}.py"), ENCODER)
 
 
 ORDER = HERE / "cases" / "accelerate_order.py"

@@ -69,10 +69,52 @@ def test_keller_jordan(jordan, monkeypatch, shape, decay):
     assert_same_steps(theirs, ours, shape)
 
 
+# Biases, tables and matrices that are no hidden ones.
+REST = [(48,), (16, 8)]
+
+
+def assert_same_adamw(theirs, ours, shape):
+    """Both work in float32, and differ in the order of their operations only."""
+    found, expected = (
+        trained(lambda param: make([param]).step, shape) for make in (ours, theirs)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", REST)
+@pytest.mark.parametrize("given", [{}, {"lr": 1e-2}])
+def test_keller_jordans_other_groups(jordan, shape, given):
+    def theirs(params):
+        # It needs a group of each kind.
+        matrix = torch.nn.Parameter(torch.zeros(4, 4))
+        matrix.grad = torch.zeros(4, 4)
+        groups = [{"params": params, "use_muon": False, **given}]
+        groups += [{"params": [matrix], "use_muon": True}]
+        return jordan.SingleDeviceMuonWithAuxAdam(groups)
+
+    def ours(params):
+        return page()["adamw_like_keller_jordan"](params, **given)
+
+    assert_same_adamw(theirs, ours, shape)
+
+
+@pytest.mark.parametrize("shape", REST)
+@pytest.mark.parametrize("given", [{}, {"lr": 1e-3, "weight_decay": 0.1}])
+def test_dions_other_groups(dion, shape, given):
+    def theirs(params):
+        return dion([{"params": params, "algorithm": "adamw", **given}])
+
+    def ours(params):
+        return page()["adamw_like_dion"](params, **given)
+
+    assert_same_adamw(theirs, ours, shape)
+
+
 # Shapes, dion's options and ours.
 DION = [
     (SHAPES, {}, {}),
     (SHAPES, {"weight_decay": 1.0}, {"weight_decay": 1.0}),
+    (SHAPES[:1], {"weight_decay": torch.tensor(1.0)}, {"weight_decay": 1.0}),
     (SHAPES, {"use_polar_express": False}, {}),
     (SHAPES, {"adjust_lr": "rms_norm"}, {"adjust_lr_fn": "match_rms_adamw"}),
     (SHAPES, {"nesterov": True, "mu": 0.9}, {"nesterov": True, "momentum": 0.9}),

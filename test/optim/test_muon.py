@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import sys
 import unittest
 from unittest import mock
 
@@ -445,6 +446,7 @@ class TestMuonRefusals(TestCase):
             ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
             ({"adjust_lr_fn": "x"}, "Adjust learning rate function x is not supported"),
             ({"ns_algorithm": "g"}, "ns_algorithm .*'quintic', 'gram'.*'g'"),
+            ({"ns_steps": 100}, "Number of steps must be less than 100"),
             ({"params": []}, "empty parameter list"),
         ):
             with self.subTest(options=options):
@@ -457,6 +459,19 @@ class TestMuonRefusals(TestCase):
                 with self.assertRaisesRegex(ValueError, "only supports 2D parameters"):
                     params = [torch.randn(2, 2), torch.randn(shape)]
                     Muon(params, distributed_config=config)
+
+    def test_only_deepspeed_is_blamed_for_flat_partitions(self):
+        for modules, end in (
+            ({}, r"belong to AdamW$"),
+            (
+                {"deepspeed": mock.Mock()},
+                r"belong to AdamW\. DeepSpeed's ZeRO .*FSDP2$",
+            ),
+        ):
+            with self.subTest(modules=modules):
+                with mock.patch.dict(sys.modules, modules):
+                    with self.assertRaisesRegex(ValueError, end):
+                        Muon([torch.randn(8)])
 
     def test_gradients_that_a_step_cannot_take(self):
         for config in CONFIGS:
@@ -490,8 +505,14 @@ class TestMuonRefusals(TestCase):
             ours.muon([matrix], [row], [matrix.clone()], **FUNCTIONAL)
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
+        param = nn.Parameter(torch.rand(2, 3))
+        param.grad = torch.rand(2, 3)
+        muon = Muon([param], ns_steps=99)
+        muon.step()
+        muon.param_groups[0]["ns_steps"] = 100
+        with self.assertRaisesRegex(ValueError, "Number of steps must be less than"):
+            muon.step()
         for options, words in (
-            ({"ns_steps": 100}, "Number of steps must be less than 100"),
             ({"ns_coefficients": (1.0, 2.0)}, "tuple of exactly 3 values"),
             ({"ns_coefficients": [(1, 2)] * 5}, "exactly 3 values"),
             ({"ns_coefficients": [(1, 2, 3)] * 4}, "4 tuples but ns_steps is 5"),

@@ -154,7 +154,7 @@ class TestMuonSplit(TestCase):
             (conv[..., 1:], {"flatten": True}, "contiguous"),
             (conv.transpose(0, 1), {"flatten": True}, "contiguous"),
             (conv, {}, "flatten=True"),
-            (qkv[0], {"split": (16,)}, "2D.*DeepSpeed's ZeRO.*FSDP2"),
+            (qkv[0], {"split": (16,)}, "2D.*Biases and norms belong to AdamW$"),
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
             (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*'dim': 2"),

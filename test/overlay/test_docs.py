@@ -1,7 +1,7 @@
 """Runs every code block of the documents as printed, and checks that what they name exists.
 
-A comment before a block of Python starts a program: `<!-- processes: 2 -->`. Each later block of that page without
-such a comment continues it. A block of text that follows is what the first process prints; `...` matches anything.
+A comment before a block of Python starts a program: `<!-- processes: 2 -->`. With `<!-- processes: 2, frameworks -->`,
+test/frameworks runs it. Each later block of that page without such a comment continues it. A block of text that follows is what the first process prints; `...` matches anything.
 """
 
 import contextlib
@@ -39,12 +39,14 @@ each_document = pytest.mark.parametrize(
 class Block(NamedTuple):
     language: str
     processes: int | None
+    needs_frameworks: bool
     line: int
     text: str
 
 
 class Program(NamedTuple):
     processes: int
+    needs_frameworks: bool
     code: str
     output: str
     name: str
@@ -52,11 +54,14 @@ class Program(NamedTuple):
 
 def blocks_of(document):
     text = document.read_text()
-    pattern = r"^(?:<!-- processes: (\d+) -->\n)?```(\w*)\n(.*?)^```"
+    mark = r"<!-- processes: (\d+)(, frameworks)? -->\n"
+    pattern = rf"^(?:{mark})?```(\w*)\n(.*?)^```"
     for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
-        processes, language, body = found.groups()
-        line = text[: found.start(3)].count("\n")
-        yield Block(language, processes and int(processes), line, body)
+        processes, frameworks, language, body = found.groups()
+        line = text[: found.start(4)].count("\n")
+        yield Block(
+            language, processes and int(processes), frameworks is not None, line, body
+        )
 
 
 def programs():
@@ -66,7 +71,10 @@ def programs():
             if block.language == "python":
                 if block.processes or not found:
                     where = f"{document.relative_to(ROOT)}:{block.line + 1}"
-                    found.append(Program(block.processes or 1, "", "", where))
+                    processes = block.processes or 1
+                    found.append(
+                        Program(processes, block.needs_frameworks, "", "", where)
+                    )
                 # Blank lines keep the numbers of the document's own lines.
                 code = found[-1].code
                 code += "\n" * (block.line - code.count("\n")) + block.text
@@ -78,7 +86,7 @@ def programs():
         yield from found
 
 
-PROGRAMS = list(programs())
+PROGRAMS = [program for program in programs() if not program.needs_frameworks]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.name for p in PROGRAMS])
@@ -259,17 +267,28 @@ def test_quoted_simulations_are_those_of_the_data():
         assert divided.split()[-1] in cells, title
 
 
-def test_quoted_errors_are_those_of_the_code():
-    files = (ROOT / "torch" / "optim").rglob("*.py")
-    source = "".join(path.read_text() for path in files)
-    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a text in several literals
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    tables = page.partition("## A step hangs")[0]
-    quoted = re.findall(r'^\| [^|]*?"([^"]+)"', tables, re.MULTILINE)
-    assert len(quoted) > 10
-    for text in quoted:
-        for piece in re.split(r"\(.*?\)|\d+", text):
-            assert piece.strip(" ,") in source, text
+def quoted_errors(page, end):
+    """The quotations in the first columns of a page's tables, before the section ``end``."""
+    tables = (ROOT / "docs" / page).read_text().partition(end)[0]
+    rows = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
+    return [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
+
+
+@pytest.mark.parametrize(
+    ("page", "end", "source", "least"),
+    [
+        ("troubleshooting.md", "## A step hangs", ROOT / "torch" / "optim", 10),
+        ("install.md", "In files that the overlay only", ROOT / "tools" / "overlay", 7),
+    ],
+)
+def test_quoted_errors_are_those_of_the_code(page, end, source, least):
+    text = "".join(path.read_text() for path in source.rglob("*.py"))
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # a text in several literals
+    quoted = quoted_errors(page, end)
+    assert len(quoted) >= least
+    for quotation in quoted:
+        for piece in re.split(r"\(.*?\)|\d+", quotation):
+            assert piece.strip(" ,") in text, quotation
 
 
 def test_figures_are_drawn_again(tmp_path):

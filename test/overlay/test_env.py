@@ -14,7 +14,7 @@ import zipfile
 
 import pytest
 from overlay.conftest import commit_all, fails, git, METADATA, OWN, run, script
-from tools.overlay import env, package
+from tools.overlay import env, package, tests
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
@@ -155,6 +155,8 @@ def test_what_runs_in_the_environment(
     made = [json.loads(line.replace(f"{ready}/examples/", "")) for line in lines]
     assert (done.code, made) == (code, expected)
     assert (ready / ".venv").exists() != ("--frameworks" in words)
+    assert (f"running all tests: {tests.TIME}\n" in done.out) == (words == "test")
+    assert tests.TIME in " ".join((ROOT / "README.md").read_text().split())
     if "verify" in words:
         end = "verify failed with exit code 1\n" if failed else "\nverify passed: "
         assert end in done.out

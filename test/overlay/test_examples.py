@@ -1,6 +1,7 @@
 """The examples run on several processes and train."""
 
 import importlib
+import io
 import json
 import math
 import re
@@ -95,6 +96,26 @@ def test_timeline_has_a_colour_for_each_action(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     timeline = importlib.import_module("timeline")
     assert list(timeline.COLOURS) == [action.value for action in Action]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bar_is_for_terminals(monkeypatch, terminal):
+    """A log had one line of eight kilobytes."""
+    pytest.importorskip("torch.optim.muon")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    train = importlib.import_module("train_fsdp2")
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    for step in range(1, 26):
+        train.show(step, 25, 1 / step)
+    text = out.getvalue()
+    lines = text.splitlines()  # which also ends a line at a carriage return
+    assert text.count("\r") == (24 if terminal else 0)
+    assert text.endswith("step 25, loss 0.0400\n")
+    assert len(lines) == (25 if terminal else 10)
+    assert lines[0] == (
+        f"{'#':.<30} step 1, loss 1.0000" if terminal else "step 3, loss 0.3333"
+    )
 
 
 @pytest.fixture

@@ -18,6 +18,23 @@ from tools.overlay.wheel import find_wheel, record_hash
 README = [program for program in PROGRAMS if program.name.startswith("README")]
 # Without Muon, too, gloo sometimes aborts a process whose interpreter ends by itself.
 END = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
+COMBINED = package._COMBINED
+# As a trainer uses the only optimizer that it takes.
+AS_ONE = """
+import torch
+from distributed_muon import Muon, partition_named_parameters
+from distributed_muon.combined import Combined
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+matrices, others = partition_named_parameters(model)
+assert matrices and others
+one = Combined(Muon(matrices), torch.optim.AdamW(others))
+schedule = torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5)
+before = [p.clone() for p in model.parameters()]
+model(torch.ones(8)).sum().backward()
+one.step()
+one.load_state_dict(one.state_dict())
+print(*(not torch.equal(p, b) for p, b in zip(model.parameters(), before)))
+"""
 CHECKED = ["FSDP2", "HSDP", "TP", "FSDP1", "shards", "DDP", "checkpoints"]
 
 
@@ -68,9 +85,16 @@ def test_layouts_and_checkpoints(torchrun):
     assert torchrun(code, 4).split() == CHECKED
 
 
+@pytest.mark.slow
+def test_muon_and_adamw_as_one(torchrun):
+    assert torchrun(AS_ONE, 1) == "True True True True\n"
+
+
 def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
     """One commit gives the same bytes everywhere, an edit another name."""
-    shutil.copyfile(ROOT / "LICENSE", ours / "LICENSE")
+    (ours / COMBINED).parent.mkdir(parents=True)
+    for name in ("LICENSE", COMBINED):
+        shutil.copyfile(ROOT / name, ours / name)
     commit = commit_all(ours)
     out, texts = tmp_path / "some/folder", set()
     assert "would write" in face("wheel", "--out", out, "--dry-run", root=ours).out
@@ -87,12 +111,17 @@ def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
         found = {n: wheel.read(n) for n in wheel.namelist() if n != record}
     assert rows[-1] == f"{record},,"
     assert rows[:-1] == [f"{n},{record_hash(t)},{len(t)}" for n, t in found.items()]
+    assert found["distributed_muon/combined.py"] == (ROOT / COMBINED).read_bytes()
     assert b'"Muon",' in found["distributed_muon/__init__.py"]
     for name, text in found.items():
         stays = rb"torch\.optim(\.| import .*\b)(_?muon|_newton|Muon)"
         assert not re.search(stays, text), name
-    append(ours / OWN, "# an edit\n")
-    assert face("wheel", "--out", out, root=ours).code == 0
-    assert any(each.name.endswith(".dirty-py3-none-any.whl") for each in out.iterdir())
+    for name in (OWN, COMBINED):
+        before = (ours / name).read_bytes()
+        append(ours / name, "# an edit\n")
+        assert face("wheel", "--out", out / name, root=ours).code == 0
+        (place,) = (out / name).iterdir()
+        assert place.name.endswith(".dirty-py3-none-any.whl")
+        (ours / name).write_bytes(before)
     shutil.rmtree(ours / ".git")
     fails(face("wheel", "--out", out, root=ours), 2, "no commit to name the wheel")

@@ -1,7 +1,8 @@
 """The optimizer as a package of its own, for a torch that its user may not change.
 
 Only names differ: ``torch.optim.muon`` is ``distributed_muon``, and the private modules
-that come with it are in there.
+that come with it are in there. One module is not in the patch: ``combined`` makes one of several
+optimizers, of whatever kind.
 """
 
 import io
@@ -18,6 +19,7 @@ from .wheel import record_hash
 
 NAME = "distributed_muon"
 _HOME = "torch/optim/"
+_COMBINED = "examples/frameworks/combined.py"
 _EXPORTS = "__all__ = ["
 _METADATA = """\
 Metadata-Version: 2.1
@@ -59,9 +61,13 @@ def write(root: Path, out: Path, *, dry: bool = False) -> Path:
     commit = source.name.removesuffix(payload.DIRTY)
     when = time.gmtime(int(git.text(root, "show", "-s", "--format=%ct", commit)))
     numbers = *when[:3], when.tm_hour * 100 + when.tm_min
-    dirty = ".dirty" * (commit != source.name)
+    others = git.text(root, "status", "--porcelain", "--", _COMBINED, "LICENSE")
+    dirty = ".dirty" * (commit != source.name or bool(others))
     version = f"{'.'.join(map(str, numbers))}+g{commit[:12]}{dirty}"
-    texts = {f"{NAME}/py.typed": b""}
+    texts = {
+        f"{NAME}/py.typed": b"",
+        f"{NAME}/combined.py": (root / _COMBINED).read_bytes(),
+    }
     ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
     private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
     for place, rel in ours.items():

@@ -11,6 +11,8 @@ from .errors import WrongTarget
 from .wheel import ask_python, find_wheel, plain_environment, Wheel
 
 
+# All tests, as the README says, too.
+TIME = "eight minutes on two idle cores"
 # Folders of torch without Python.
 WHOLE = {"bin", "include", "lib", "share"}
 # On another interpreter: the optimizer's tests, why some are skipped, and what they import.
@@ -33,6 +35,8 @@ def run_measured(python: Path, args: list[str], root: Path) -> int:
             # All tests execute most of it many times: see test/conftest.py.
             "MUON_MEASURE": "each" if args else "once",
         }
+        if not args:
+            print(f"running all tests: {TIME}", flush=True)
         chosen = args or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
         command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
         code = env.run_in(python, command, root, variables)

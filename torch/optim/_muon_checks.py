@@ -1,5 +1,6 @@
 """Checks of what users pass to a Muon: parameters, parameter groups, the config and checkpoints."""
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas, problem_with_flatten
-from ._newton_schulz import check_ns_algorithm
+from ._newton_schulz import check_ns_algorithm, check_ns_steps
 
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
@@ -62,7 +63,12 @@ def problem_with(
         if is_flat:
             hint = ". FSDP1 flattened it: use create_auto_config(fsdp_process_group=model.process_group, module=model)"
         elif param.ndim < 2:
-            hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
+            hint = ". Biases and norms belong to AdamW"
+            # It replaces the matrices of a built optimizer by flat partitions.
+            if "deepspeed" in sys.modules:
+                hint += (
+                    ". DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
+                )
         else:
             hint = ". flatten=True in its group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
@@ -90,6 +96,7 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(
             f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
         )
+    check_ns_steps(options["ns_steps"])
     check_ns_algorithm(options["ns_algorithm"])
     if options["fused"] and options["foreach"]:
         raise ValueError("fused=True and foreach=True exclude each other; pass one")

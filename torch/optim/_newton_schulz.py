@@ -42,10 +42,7 @@ def as_tuples(ns_coefficients: Any) -> tuple:
 
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
     """Raises ValueError if the options of Newton-Schulz are invalid."""
-    if ns_steps >= 100:
-        raise ValueError(
-            "Number of steps must be less than 100 for computational efficiency"
-        )
+    check_ns_steps(ns_steps)
     coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
     per_step = coefficients is ns_coefficients
     if any(len(c) != 3 for c in (coefficients if per_step else [ns_coefficients])):
@@ -55,6 +52,13 @@ def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> No
             f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
     check_ns_algorithm(ns_algorithm)
+
+
+def check_ns_steps(ns_steps: int) -> None:
+    if ns_steps >= 100:
+        raise ValueError(
+            "Number of steps must be less than 100 for computational efficiency"
+        )
 
 
 def check_ns_algorithm(ns_algorithm: str) -> None:

@@ -378,7 +378,8 @@ def _increment_versions(inputs: StepInputs, states: States) -> None:
 
 def _connect(engine: Engine, index: int | None) -> None:
     """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error."""
-    # No frame keeps the error, which refers to the frames and their memory.
+    # A list, which is emptied before the error is raised. A local name would keep the error with this frame, and the
+    # error keeps all frames of its traceback with their memory.
     errors: list[Exception] = []
     try:
         engine._make_runner()

@@ -31,15 +31,22 @@ def matching(pattern: str, tensor_names: Collection[str]) -> set[str]:
             if fnmatch(spelling, pattern):
                 matched.add(tensor_name)
     if not matched:
-        # The layers of all blocks have one pattern.
-        known_patterns = set()
-        for tensor_name in tensor_names:
-            known_patterns.add(without_numbers(_without_compile(tensor_name)))
-        near_patterns = get_close_matches(pattern, sorted(known_patterns), cutoff=0.0)
+        near_names = _near_names(pattern, tensor_names)
         raise ValueError(
-            f"no parameter matches {pattern!r}; near names are {near_patterns}"
+            f"no parameter matches {pattern!r}; near names are {near_names}"
         )
     return matched
+
+
+def _near_names(pattern: str, tensor_names: Collection[str]) -> list[str]:
+    """Up to three names that resemble a pattern most, from different layers of a block."""
+    # The layers of all blocks have one spelling, of which the first block's name is an example.
+    names_by_spelling: dict[str, str] = {}
+    for tensor_name in sorted(tensor_names):
+        name = _without_compile(tensor_name)
+        names_by_spelling.setdefault(without_numbers(name), name)
+    spellings = get_close_matches(pattern, sorted(names_by_spelling), cutoff=0.0)
+    return [names_by_spelling[spelling] for spelling in spellings]
 
 
 def _without_compile(tensor_name: str) -> str:
