@@ -1,0 +1,168 @@
+"""The history of a checkout: which commits have the overlay, and what was there before."""
+
+import functools
+import re
+
+from . import git, patches, payload
+from .errors import WorkFailed
+from .history import History
+from .payload import Source
+from .worktree import TRAILER, Worktree
+
+
+# Each commit of this tool has it; that of a revert says "none". A merge that squashes
+# them indents their messages.
+_TRAILER = rf"^ *{TRAILER}: "
+# The overlay adds these files. A fork may have its own.
+ADDED = tuple(
+    f"torch/optim/{name}"
+    for name in ("_newton_schulz.py", "muon.py", "_muon_engine/__init__.py")
+)
+
+
+class Ancestry:
+    """Knows the overlay by its texts, and by its trailers where this repository lacks these."""
+
+    def __init__(self, tree: Worktree, source: Source, history: History) -> None:
+        self._tree = tree
+        self._source = source
+        self.history = history
+        # The overlay is in the first commit of all, for instance in an import.
+        self.starts_with_overlay = False
+        # Files whose changes by a merged branch are unclear, and that branch.
+        self.conflicts: dict[str, str] = {}
+        self._read = functools.cache(self._read_history)
+
+    def base(self, commit: str = "HEAD") -> str:
+        """The newest commit in that history without the overlay."""
+        base, _ = self._read(self._tree.resolve(f"{commit}^{{commit}}"))
+        return base
+
+    def overlay_files(self, commit: str) -> dict[str, bytes]:
+        """The whole files there whose texts the overlay has, or had."""
+        tree = self._tree
+        names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *payload.ROOTS)
+        paths = git.lines(tree.root, *names)
+        paths = [p for p in paths if self.history.has_path(p) or p in self._recorded]
+        ours = {}
+        for path, text in tree.texts(commit, paths).items():
+            is_recorded = text and text in self._recorded.get(path, ())
+            if is_recorded or self.history.has_text(path, text):
+                ours[path] = text or b""
+        return ours
+
+    def named(self, *which: str) -> dict[str, str | None]:
+        """The commits among these that bring an overlay, newest first, with its name."""
+        asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_TRAILER}", *which)
+        log = self._tree.ask(*asked, check=True)
+        names: dict[str, str | None] = {}
+        for entry in log.split("\1")[1:]:
+            commit, _, message = entry.partition("\n")
+            name = re.findall(rf"(?m){_TRAILER}(\S+)", message)[-1]
+            if name != "none":
+                names[commit] = None if name == "unknown" else name
+        return names
+
+    def records(self) -> dict[str, str | None]:
+        """The overlays that were applied here, newest first, with their names."""
+        laid = self._tree.laid()
+        return self.named("--no-walk=unsorted", *laid) if laid else {}
+
+    def stock(self, paths: list[str]) -> dict[str, bytes | None]:
+        """The texts without the overlay: of the base, with what other branches brought."""
+        tree = self._tree
+        base, others = self._read(tree.resolve("HEAD"))
+        texts = tree.texts(base, paths)
+        for merge, other in others:
+            if tree.is_ancestor(other, base):
+                continue
+            was = tree.texts(tree.ask("merge-base", f"{merge}^1", other), paths)
+            for path, theirs in tree.texts(other, paths).items():
+                ours, old = texts[path], was[path]
+                if theirs and not (ours or old):
+                    texts[path] = theirs
+                elif ours and old and theirs and theirs not in (old, ours):
+                    text, clean = git.merged(ours, old, theirs)
+                    texts[path] = text if clean else ours
+                    if not clean:
+                        self.conflicts[path] = other
+        return texts
+
+    @functools.cached_property
+    def _recorded(self) -> dict[str, set[bytes]]:
+        """The texts that were applied here, by path: this repository may not have kept them."""
+        recorded: dict[str, set[bytes]] = {}
+        for commit in self.records():
+            paths = self._tree.changed(f"{commit}^", commit)
+            for path, text in self._tree.texts(commit, paths).items():
+                if text and path.startswith(payload.TOPS):
+                    recorded.setdefault(path, set()).add(text)
+        for path in patches.series(self._source):
+            recorded.pop(path, None)
+        return recorded
+
+    def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
+        """The base, and (merge, branch) of other branches without the overlay."""
+        tree = self._tree
+        base, others = self._before(tip), []
+        merges = ("rev-list", "--first-parent", "--merges", "--reverse")
+        for merge in tree.ask(*merges, f"{base}..{tip}").split():
+            for other in tree.ask("rev-parse", f"{merge}^@").split()[1:]:
+                # Upstream that was merged since, or what a topic's overlay is on. The
+                # base never moves backward.
+                other = self.base(other)
+                base = other if tree.is_ancestor(base, other) else base
+                others.append((merge, other))
+        return base, others
+
+    def _before(self, tip: str) -> str:
+        """The parent of the first commit of the overlay on this branch, or ``tip``."""
+        commit = tip
+        while bringing := self._brings(commit):
+            commit = self._tree.resolve(f"{bringing}^")
+            if not commit:
+                self._tree.refuse_if_shallow()
+                self.starts_with_overlay = True
+                return tip
+        return commit
+
+    def _brings(self, commit: str) -> str:
+        """The newest commit, from there on, that brings a part of the overlay; or empty."""
+        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
+        if ours := self.overlay_files(commit):
+            return self._tree.ask(*newest, commit, "--", min(ours), check=True)
+        # The overlay of a repository that is newer than this one, or has no git.
+        for path in ADDED:
+            if self._tree.resolve(f"{commit}:{path}"):
+                added = (*newest, "--diff-filter=A", commit, "--", path)
+                first = self._tree.ask(*added, check=True)
+                before = self._tree.resolve(f"{first}^")
+                if self.named(first, *[f"^{before}"] * bool(before)):
+                    return first
+        # The first commits, and the last ones, have hunks only.
+        if self.named("--no-walk", commit) or self._has_hunks_only(commit):
+            return commit
+        return ""
+
+    def _has_hunks_only(self, commit: str) -> bool:
+        """Whether that commit did nothing but apply patches of the overlay."""
+        tree, by_path = self._tree, patches.series(self._source)
+        if not tree.resolve(f"{commit}^"):
+            return False
+        paths = tree.changed(f"{commit}^", commit)
+        if not paths or not by_path.keys() >= {*paths}:
+            return False
+        before = tree.texts(f"{commit}^", paths)
+        return all(
+            _is_patched(by_path[path], path, before[path], after)
+            for path, after in tree.texts(commit, paths).items()
+        )
+
+
+def _is_patched(
+    patch: patches.Patch, path: str, before: bytes | None, after: bytes | None
+) -> bool:
+    try:
+        return before is not None and patch.applied(path, before) == after != before
+    except WorkFailed:
+        return False
