@@ -24,7 +24,7 @@ class Ancestry:
     """Knows the overlay by its texts, and by its trailers where this repository lacks these."""
 
     def __init__(self, tree: Worktree, source: Source, history: History) -> None:
-        self._tree = tree
+        self.tree = tree
         self._source = source
         self.history = history
         # The overlay is in the first commit of all, for instance in an import.
@@ -35,12 +35,12 @@ class Ancestry:
 
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
-        base, _ = self._read(self._tree.resolve(f"{commit}^{{commit}}"))
+        base, _ = self._read(self.tree.resolve(f"{commit}^{{commit}}"))
         return base
 
     def overlay_files(self, commit: str) -> dict[str, bytes]:
         """The whole files there whose texts the overlay has, or had."""
-        tree = self._tree
+        tree = self.tree
         names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *payload.ROOTS)
         paths = git.lines(tree.root, *names)
         paths = [p for p in paths if self.history.has_path(p) or p in self._recorded]
@@ -54,7 +54,7 @@ class Ancestry:
     def named(self, *which: str) -> dict[str, str | None]:
         """The commits among these that bring an overlay, newest first, with its name."""
         asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_TRAILER}", *which)
-        log = self._tree.ask(*asked, check=True)
+        log = self.tree.ask(*asked, check=True)
         names: dict[str, str | None] = {}
         for entry in log.split("\1")[1:]:
             commit, _, message = entry.partition("\n")
@@ -65,12 +65,12 @@ class Ancestry:
 
     def records(self) -> dict[str, str | None]:
         """The overlays that were applied here, newest first, with their names."""
-        laid = self._tree.laid()
+        laid = self.tree.laid()
         return self.named("--no-walk=unsorted", *laid) if laid else {}
 
     def stock(self, paths: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
-        tree = self._tree
+        tree = self.tree
         base, others = self._read(tree.resolve("HEAD"))
         texts = tree.texts(base, paths)
         for merge, other in others:
@@ -93,8 +93,8 @@ class Ancestry:
         """The texts that were applied here, by path: this repository may not have kept them."""
         recorded: dict[str, set[bytes]] = {}
         for commit in self.records():
-            paths = self._tree.changed(f"{commit}^", commit)
-            for path, text in self._tree.texts(commit, paths).items():
+            paths = self.tree.changed(f"{commit}^", commit)
+            for path, text in self.tree.texts(commit, paths).items():
                 if text and path.startswith(payload.TOPS):
                     recorded.setdefault(path, set()).add(text)
         for path in patches.series(self._source):
@@ -103,7 +103,7 @@ class Ancestry:
 
     def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
-        tree = self._tree
+        tree = self.tree
         base, others = self._before(tip), []
         merges = ("rev-list", "--first-parent", "--merges", "--reverse")
         for merge in tree.ask(*merges, f"{base}..{tip}").split():
@@ -119,9 +119,9 @@ class Ancestry:
         """The parent of the first commit of the overlay on this branch, or ``tip``."""
         commit = tip
         while bringing := self._brings(commit):
-            commit = self._tree.resolve(f"{bringing}^")
+            commit = self.tree.resolve(f"{bringing}^")
             if not commit:
-                self._tree.refuse_if_shallow()
+                self.tree.refuse_if_shallow()
                 self.starts_with_overlay = True
                 return tip
         return commit
@@ -130,13 +130,13 @@ class Ancestry:
         """The newest commit, from there on, that brings a part of the overlay; or empty."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
         if ours := self.overlay_files(commit):
-            return self._tree.ask(*newest, commit, "--", min(ours), check=True)
+            return self.tree.ask(*newest, commit, "--", min(ours), check=True)
         # The overlay of a repository that is newer than this one, or has no git.
         for path in ADDED:
-            if self._tree.resolve(f"{commit}:{path}"):
+            if self.tree.resolve(f"{commit}:{path}"):
                 added = (*newest, "--diff-filter=A", commit, "--", path)
-                first = self._tree.ask(*added, check=True)
-                before = self._tree.resolve(f"{first}^")
+                first = self.tree.ask(*added, check=True)
+                before = self.tree.resolve(f"{first}^")
                 if self.named(first, *[f"^{before}"] * bool(before)):
                     return first
         # The first commits, and the last ones, have hunks only.
@@ -146,7 +146,7 @@ class Ancestry:
 
     def _has_hunks_only(self, commit: str) -> bool:
         """Whether that commit did nothing but apply patches of the overlay."""
-        tree, by_path = self._tree, patches.series(self._source)
+        tree, by_path = self.tree, patches.series(self._source)
         if not tree.resolve(f"{commit}^"):
             return False
         paths = tree.changed(f"{commit}^", commit)

@@ -1,94 +1,20 @@
 """The overlay on a PyTorch git checkout. It comes and goes in commits, as with `git am`."""
 
-import dataclasses
 import os
 import re
 import shlex
-from itertools import chain
 from pathlib import Path
 
-from . import files, git, parts, patches, payload, worktree
-from .ancestry import ADDED, Ancestry
+from . import files, git, parts, patches, payload, taken, worktree
 from .errors import Refused, WrongTarget
-from .history import History
-from .target import Plan, Report, Target
+from .survey import CheckoutPlan, has_edits, is_muons, survey
+from .taken import Taken
+from .target import Report, Target
 from .worktree import Worktree
 
 
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
-Overlay = tuple[str | None, files.Texts]  # its commit here, and its texts
-
-
-@dataclasses.dataclass
-class Taken:
-    """What `pull` took."""
-
-    theirs: files.Texts  # the checkout's texts
-    here: files.Texts  # this repository's before, where a conflict was shown
-    written: files.Texts  # this repository's after, files and patches
-
-    def is_kept(self, rel: str, place: str, here: bytes, history: History) -> bool:
-        """Whether this repository has seen to it, whatever it has changed since."""
-        if payload.has_markers(here):
-            return False
-        if written := self.written.get(place):
-            if history.has_commit_of(place, written):
-                return True
-        # Somebody has resolved the conflict since.
-        shown = self.here.get(rel)
-        return shown is not None and here != shown
-
-
-@dataclasses.dataclass
-class CheckoutPlan(Plan):
-    ancestry: Ancestry
-    stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
-    fresh: dict[str, bytes]  # with this repository's overlay on them
-    overlaid: dict[str, list[bytes]]  # the overlays' texts
-    taken: Taken
-    owned: dict[str, bytes | None]  # the overlay's part of ``now``
-
-    def parts(self, rel: str, text: bytes | None) -> tuple[bytes | None, bytes | None]:
-        """The overlay's part of a text: a whole file, or its hunks. And the other part.
-
-        A hunk that touches one of the overlay's is an edit of that.
-        """
-        stock, overlays = self.stock[rel], self.overlaid[rel]
-        if rel in self.source.whole or stock is None:
-            return text, stock
-        if text is None or text in (stock, *overlays):
-            return text, None if text is None else stock
-        if not overlays:
-            return stock, text
-        clean = (each for each in overlays if git.merged(text, each, stock)[1])
-        # Without the overlay: where a hunk touches one of its own, stock's lines stay.
-        bare, _ = git.merged(text, next(clean, overlays[0]), stock, "--theirs")
-        return git.merged(text, bare, stock)[0], bare
-
-    def is_known(self, rel: str, text: bytes | None) -> bool:
-        """Whether it is an overlay's text, or this repository has all its edits."""
-        if not text or text in (self.stock[rel], *self.overlaid[rel]):
-            return True
-        if self.ancestry.history.has_text(rel, text):
-            return True
-        new, was = self.fresh.get(rel), self.laid.get(rel)
-        if not new:
-            return False
-        if text == self.taken.theirs.get(rel) and self.is_kept(rel, new):
-            return True
-        return bool(was) and _has_edits(new, was or b"", text)
-
-    def is_kept(self, rel: str, here: bytes) -> bool:
-        """Whether this repository has seen to the edits that `pull` took last."""
-        place, history = self.place(rel), self.ancestry.history
-        return self.taken.is_kept(rel, place, here, history)
-
-    def place(self, rel: str) -> str:
-        """The file of this repository that has the text, or the hunks."""
-        if rel in self.source.whole or not self.stock.get(rel):
-            return rel
-        return f"{payload.PATCHES}/{patches.series(self.source)[rel].name}"
 
 
 class Checkout(Target):
@@ -107,82 +33,12 @@ class Checkout(Target):
         self.tree.forget_scrap()
         return self.tree.settle()
 
-    def plan(self, root: Path, *, of_work_tree: bool = False) -> CheckoutPlan:
-        """Compares with HEAD, or with the work tree."""
-        tree, source = self.tree, payload.read(root)
-        ancestry = Ancestry(tree, source, History(root, source))
-        ours = ancestry.overlay_files("HEAD")
-        overlays = self._overlays(root, ancestry, ours)
-        every = [texts for _, texts in overlays]
-        rels = list(dict.fromkeys(chain(patches.paths(source), *every, ours)))
-        stock = ancestry.stock(rels)
-        now = tree.work(rels) if of_work_tree else tree.texts("HEAD", rels)
-        fresh, misfits = patches.overlay(source, stock)
+    def plan(self, root: Path) -> CheckoutPlan:
+        """Of HEAD: what is not committed is never written."""
+        return survey(self.tree, root, of_work_tree=False)
 
-        def score(overlay: Overlay) -> int:
-            return sum(t == now[r] != stock[r] for r, t in overlay[1].items())
-
-        name, laid = max([(None, {}), *overlays], key=score)
-        # A commit in the middle of the stack has an earlier form of a file.
-        every += [fresh, *(of for _, of in patches.commits(source, stock, fresh))]
-        overlaid = {
-            r: [t for of in every if (t := of.get(r)) is not None] for r in rels
-        }
-        taken = self._taken(rels)
-        plan = CheckoutPlan(
-            source, fresh, misfits, dict(stock), now, [], laid, name,
-            ancestry, stock, fresh, overlaid, taken, dict(now),
-        )  # fmt: skip
-        for rel in rels:
-            plan.owned[rel], plan.base[rel] = plan.parts(rel, now[rel])
-            if not plan.is_known(rel, plan.owned[rel]):
-                plan.edited.append(rel)
-        if plan.base != stock:
-            plan.new, plan.misfits = patches.overlay(source, plan.base)
-        return plan
-
-    def _overlays(
-        self, root: Path, ancestry: Ancestry, ours: files.Texts
-    ) -> list[Overlay]:
-        """Each overlay that was applied here or is committed: its name and texts."""
-        base, records = ancestry.base(), ancestry.records()
-        overlays = [
-            (name, self._texts_of(ancestry, [c])) for c, name in records.items()
-        ]
-        # A clone, or a rebased branch: the commits name the overlay.
-        commits = ancestry.named(f"{base}..HEAD")
-        name = next(iter(commits.values()), None)
-        sources = [payload.at(root, name)] if name else []
-        if not any(sources) and commits and name not in records.values():
-            # Not known here: its commits have its texts.
-            texts = self._texts_of(ancestry, [*reversed(commits)])
-            paths = {*patches.paths(payload.read(root))}
-            texts = {r: t for r, t in texts.items() if r in paths or _is_muons(r)}
-            overlays.append((name, texts))
-        if ours and not any(sources):
-            # A squash merge, or commits that were reworded: the texts name it.
-            sources = [payload.at(root, c) for c in ancestry.history.closest(ours)]
-        for source in filter(None, sources):
-            stock = ancestry.stock(patches.paths(source))
-            overlays.append((source.name, patches.overlay(source, stock)[0]))
-        return overlays
-
-    def _texts_of(self, ancestry: Ancestry, commits: list[str]) -> files.Texts:
-        """The texts that these commits brought, oldest first, over the present base."""
-        texts: dict[str, bytes | None] = {}
-        for commit in commits:
-            rels = self.tree.changed(f"{commit}^", commit)
-            was, now = (self.tree.texts(c, rels) for c in (f"{commit}^", commit))
-            for rel, stock in ancestry.stock(rels).items():
-                old, text = was[rel], now[rel]
-                if _is_muons(rel):
-                    texts[rel] = text
-                elif rel not in texts:  # later ones may have changes of somebody's
-                    # So may that commit's base, and the present one may lack them.
-                    if stock and old and text and stock != old:
-                        text = git.merged(stock, old, text)[0]
-                    texts[rel] = text
-        return texts
+    def _seen(self, root: Path) -> CheckoutPlan:
+        return survey(self.tree, root, of_work_tree=True)
 
     # Apply and revert: a commit on HEAD, and then git's own step to it.
 
@@ -302,9 +158,6 @@ class Checkout(Target):
         new = ("rev-list", "--reverse", "--abbrev-commit", f"{was}..{head}")
         report.words.append(f"committed as {' '.join(self.tree.ask(*new).split())}")
 
-    def _seen(self, root: Path) -> CheckoutPlan:
-        return self.plan(root, of_work_tree=True)
-
     def _state(self, plan: CheckoutPlan, there: bool) -> tuple[str, str]:
         if self.tree.begun():
             return (
@@ -322,36 +175,6 @@ class Checkout(Target):
 
     # Pull and export: the way of edits back, and the series.
 
-    def _taken(self, rels: list[str]) -> Taken:
-        tree = self.tree
-        if not (taken := tree.resolve(worktree.TAKEN)):
-            return Taken({}, {}, {})
-        # Each of its commits has one kind of texts.
-        written, here, base = (f"{taken}~{back}" for back in (1, 2, 3))
-        return Taken(
-            theirs=tree.texts(taken, rels),
-            here=tree.texts(here, tree.changed(base, here)),
-            written=tree.texts(written, tree.changed(here, written)),
-        )
-
-    def _record_taken(
-        self,
-        plan: CheckoutPlan,
-        theirs: files.Texts,
-        here: files.Texts,
-        written: files.Texts,
-    ) -> None:
-        # An earlier `pull` stays done.
-        kept = {r: t for r, t in plan.taken.here.items() if r in theirs}
-        commits = [
-            ("here", {**kept, **here}),
-            ("written", {**plan.taken.written, **written}),
-            ("theirs", {**plan.laid, **theirs}),
-        ]
-        base = plan.ancestry.base()
-        made = self.tree.build(base, commits, None, record=True)
-        self.tree.update_refs(f"update {worktree.TAKEN} {made}\n")
-
     def pull(
         self, root: Path, *, dry: bool = False
     ) -> tuple[list[str], dict[str, str], list[str]]:
@@ -360,7 +183,7 @@ class Checkout(Target):
         Returns the files changed, those with conflicts (each with the checkout's file),
         and those missing there.
         """
-        plan = self.plan(root, of_work_tree=True)
+        plan = self._seen(root)
         laid, whole = plan.laid, plan.source.whole
         if not laid:
             return [], {}, []
@@ -377,7 +200,7 @@ class Checkout(Target):
             here = plan.fresh.get(rel, stock) or b""
             was = laid.get(rel, stock) or b""
             last = plan.taken.theirs.get(rel)
-            if last and (plan.is_kept(rel, here) or _has_edits(here, was, last)):
+            if last and (plan.is_kept(rel, here) or has_edits(here, was, last)):
                 was = last  # an edit of the same lines may follow
             text, clean = git.merged(here, was, theirs)
             if clean and text == here:
@@ -394,16 +217,31 @@ class Checkout(Target):
         if changes and not dry:
             written = {root / rel: text for rel, text in changes.items()}
             files.write(written, root / payload.PATCHES / "series", root)
-            self._record_taken(plan, there, shown, changes)
+            self._record_taken(plan, Taken(there, shown, changes))
         missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), conflicts, missing
+
+    def _record_taken(self, plan: CheckoutPlan, now: Taken) -> None:
+        """Record what `pull` took now. What it took of other files before stays taken."""
+        here, written = {**now.here}, {**now.written}
+        for rel in now.theirs:
+            place = plan.place(rel)
+            if place in now.written:
+                continue
+            if rel in plan.taken.here:
+                here[rel] = plan.taken.here[rel]
+            if place in plan.taken.written:
+                written[place] = plan.taken.written[place]
+        every = Taken(now.theirs, here, written)
+        taken.record(self.tree, plan.ancestry.base(), every)
 
     def dropping(self, root: Path, rels: list[str]) -> str:
         """How to have the overlay's text again in the checkout."""
         plan, named = self.plan(root), shlex.join(rels)
         overlay = [("laid", plan.laid)]
-        laid = self.tree.build(plan.ancestry.base(), overlay, None, record=True)
-        # Else git collects it some day.
+        base, name = plan.ancestry.base(), plan.laid_name
+        laid = self.tree.build(base, overlay, name, record=True)
+        # Without a ref, git would collect it some day.
         self.tree.update_refs(f"update {worktree.LAID} {laid}\n")
         where = f"git -C {self.tree.quoted}"
         words = (
@@ -418,7 +256,7 @@ class Checkout(Target):
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
         rels = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
-        new = [r for r in dict.fromkeys(rels) if _is_muons(r) and r not in plan.now]
+        new = [r for r in dict.fromkeys(rels) if is_muons(r) and r not in plan.now]
         stock = plan.ancestry.stock(new)
         return self.tree.work([rel for rel in new if stock[rel] is None])
 
@@ -432,7 +270,7 @@ class Checkout(Target):
         dry: bool = False,
     ) -> tuple[list[Path], str, list[str]]:
         """Write the ``git am`` series; the files, the base, and what it lacks."""
-        plan = self.plan(root, of_work_tree=True)
+        plan = self._seen(root)
         payload.refuse_markers(plan.source)
         base, tree = plan.ancestry.base(), self.tree
         stock = tree.texts(base, list(plan.now))
@@ -469,11 +307,6 @@ class Checkout(Target):
         return [Path(mail) for mail in mails.splitlines()], base, lacks
 
 
-def _has_edits(here: bytes, was: bytes, theirs: bytes) -> bool:
-    """Whether ``here`` has all that ``theirs`` changed."""
-    return git.merged(here, was, theirs) == (here, True)
-
-
 def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> bytes:
     """The patch of that file that leads to ``text``."""
     before = plan.stock[rel] or b""
@@ -486,8 +319,3 @@ def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> bytes:
         if all(before.count(old) == 1 for old in replaced):
             break
     return re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
-
-
-def _is_muons(rel: str) -> bool:
-    named = rel.startswith(payload.TOPS) and "muon" in rel and payload.is_source(rel)
-    return named or rel in ADDED

@@ -35,7 +35,9 @@ class History:
         for _, changes in self._commits("--branches", "--remotes", "--tags", "HEAD"):
             for change in changes:
                 self._blobs.setdefault(change.path, set()).add(change.after)
-        self._present = source.whole
+        texts = source.patches.items()
+        self._present = {f"{payload.PATCHES}/{name}": text for name, text in texts}
+        self._present |= source.whole
 
     def has_path(self, path: str) -> bool:
         """Whether the overlay has a file there, or had one."""
@@ -45,16 +47,15 @@ class History:
         """Whether the overlay has that file, or had it. Empty files are anybody's."""
         if not text or versions.stock(path, text):
             return False
-        return text == self._present.get(path) or self.has_commit_of(path, text)
-
-    def has_commit_of(self, path: str, text: bytes) -> bool:
+        if text == self._present.get(path):
+            return True
         return self._blob(text) in self._blobs.get(path, ())
 
     def closest(self, texts: files.Texts) -> list[str]:
         """The commits whose files are those texts more often than any other's, oldest first.
 
         An older one is safe where several agree: a three-way merge finds what both sides
-        have since. Of neighbours, those that differ in their patches are returned.
+        have since. Neighbours that differ in their patches only are all returned.
         """
         blobs = {path: self._blob(text) for path, text in texts.items() if text}
         score, best = 0, 0

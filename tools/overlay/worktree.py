@@ -161,7 +161,7 @@ class Worktree:
         names = [self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
 
-    # Objects: they change nothing that a user sees.
+    # Objects: a user sees no change.
 
     def build(
         self,
@@ -174,7 +174,7 @@ class Worktree:
     ) -> str:
         """The newest of those commits (message, texts); only objects are written.
 
-        A record is nobody's commit, without a signature.
+        A record is a commit of this tool, without a signature.
         """
         env = env or {}
         for words, texts in commits:
