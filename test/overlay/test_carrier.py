@@ -6,6 +6,7 @@ import shutil
 import pytest
 from overlay.conftest import append, BASE, branch, C10D, commit_all, everything, fails
 from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, replace
+from overlay.conftest import run
 from overlay.conftest import SUBJECTS, tree_of
 from tools.overlay.payload import ROOT
 
@@ -198,6 +199,9 @@ def test_flags_have_a_way_out(checkout, on, flag, edited):
         leads_on(on("apply", "--commit", code=3, words=["stash"]))
     on("apply", "--commit")
     git(checkout, "update-index", f"--{flag}", OWN)
+    append(checkout / OWN, "# hidden\n")
+    assert f"would take {OWN}" in on("pull", "--dry-run")
+    run("sed", "-i", "$d", checkout / OWN)
     leads_on(on("revert", "--commit", code=3, words=[f"--no-{flag}"]))
     on("revert", "--commit")
     assert (git_status(checkout), tree_of(checkout)) == ("", tree)

@@ -556,12 +556,21 @@ def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
     assert "## Distributed Muon" in git(second, "show", f"HEAD:{DOC}")
 
 
-def test_vendored_import(checkout, on):
+def test_vendored_import(checkout, on, overlay):
     """There was no history to fetch, and `fetch --unshallow` was the way out."""
     on("apply")
     shutil.rmtree(checkout / ".git")
     commit_all(checkout, "an import")
     assert "nothing to do" in on("apply")
+    # A newer overlay replaces it, and `revert` restores what was imported.
+    tree = tree_of(checkout)
+    commit_all(overlay)
+    append(overlay / OWN, "# newer\n")
+    on("apply", root=overlay, code=3, words=[f"  {OWN}\n", "--force"])
+    on("apply", "--force", root=overlay)
+    assert state(checkout) != "imported"
+    on("revert", root=overlay)
+    assert restored(checkout, tree)
     (checkout / OWN).write_text("# edited\n")
     commit_all(checkout)
     assert "unshallow" not in on("apply", code=3, words=[f"  {OWN}\n"])

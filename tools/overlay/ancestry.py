@@ -116,14 +116,17 @@ class Ancestry:
         return base, others
 
     def _before(self, tip: str) -> str:
-        """The parent of the first commit of the overlay on this branch, or ``tip``."""
+        """The parent of the first commit of the overlay on this branch, or ``tip``.
+
+        The first commit of all, for instance an import, is its own base.
+        """
         commit = tip
         while bringing := self._brings(commit):
             commit = self.tree.resolve(f"{bringing}^")
             if not commit:
                 self.tree.refuse_if_shallow()
                 self.starts_with_overlay = True
-                return tip
+                return bringing
         return commit
 
     def _brings(self, commit: str) -> str:

@@ -164,7 +164,7 @@ class Checkout(Target):
                 "changed",
                 ". A command was cut off; the next `apply` or `revert` ends it",
             )
-        if plan.ancestry.starts_with_overlay:
+        if plan.ancestry.starts_with_overlay and not there:
             return "imported", ""
         is_committed = plan.ancestry.base() != self.tree.resolve("HEAD")
         if there and not is_committed:
@@ -297,9 +297,8 @@ class Checkout(Target):
         # Away from every setting of the user, and from a repository that may only be read.
         with tree.scratch_objects() as env, git.scratch() as scratch:
             tip = tree.build(base, commits, plan.source.name, env=env)
-            kind = tree.ask("rev-parse", "--show-object-format")
-            start = ("init", "-q", "--bare", f"--object-format={kind}")
-            git.git(scratch, *start, env=git.ALONE)
+            kind = f"--object-format={git.object_format(base)}"
+            git.git(scratch, "init", "-q", "--bare", kind, env=git.ALONE)
             command = ("format-patch", "--no-renames", "--full-index", "--binary")
             more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
             alone = git.ALONE | env

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import files, git, payload, versions
-from .payload import Source
+from .payload import DIRTY, Source
 
 
 _CHANGE = re.compile(r"(?m)^:\d+ \d+ (\w+) (\w+) \w+\t(.+)$")
@@ -28,8 +28,7 @@ class History:
     def __init__(self, root: Path, source: Source) -> None:
         self._root = root
         self._has_git = source.name is not None
-        hash_name = git.text(root, "rev-parse", "--show-object-format")
-        self._hash_name = hash_name if self._has_git else "sha1"
+        self._hash_name = git.object_format((source.name or "").removesuffix(DIRTY))
         self._blobs: dict[str, set[str]] = {}
         # A stash is no place to keep an edit for good.
         for _, changes in self._commits("--branches", "--remotes", "--tags", "HEAD"):

@@ -95,9 +95,9 @@ class Worktree:
             folder = Path(env["GIT_OBJECT_DIRECTORY"]).parent
             env["GIT_INDEX_FILE"] = shutil.copy2(self.git_dir / "index", folder)
             # A flag would have git take the index's text for that of the work tree.
-            if hidden := self.hidden(rels):
-                flags = ("--no-assume-unchanged", "--no-skip-worktree")
-                git.git(self.root, "update-index", *flags, "--", *hidden, env=env)
+            for rel, flag in self.hidden(rels).items():
+                show = ("update-index", f"--no-{flag}", "--", rel)
+                git.git(self.root, *show, env=env)
             self._take(rels, env)
             return git.texts(self.root, "", rels, env=env)
 
