@@ -24,23 +24,27 @@ NOTES = {"notes.txt": b"mine", "torch/optim/notes_of_mine.py": b"mine"}
 class Text:
     """A file of the overlay: the checkout edits its top, and this repository its end."""
 
-    def __init__(self, rel, tops=(), ends=()):
-        self.rel, self.tops, self.ends = rel, tops, ends
+    def __init__(self, rel, tops=(), ends=(), middle="# the middle"):
+        self.rel, self.tops, self.ends, self.middle = rel, tops, ends, middle
 
     @property
     def data(self):
         body = [f"# {self.rel}, line {number}" for number in range(9)]
+        body[4] = self.middle
         return "".join(f"{line}\n" for line in [*self.tops, *body, *self.ends]).encode()
 
     def edited(self, line):
-        return Text(self.rel, (line, *self.tops), self.ends)
+        return Text(self.rel, (line, *self.tops), self.ends, self.middle)
 
     def newer(self, line):
-        return Text(self.rel, self.tops, (*self.ends, line))
+        return Text(self.rel, self.tops, (*self.ends, line), self.middle)
 
     def joined(self, edited):
         """This repository's file with the edits of the checkout's."""
-        return Text(self.rel, edited.tops, self.ends)
+        return Text(self.rel, edited.tops, self.ends, self.middle)
+
+    def with_middle(self, line):
+        return Text(self.rel, self.tops, self.ends, line)
 
 
 class Day:
@@ -171,6 +175,29 @@ class Day:
             assert (self.ours / rel).read_bytes() == text.data, (rel, self.done)
         self.commit_here()
 
+    def conflict(self):
+        """Both sides edit one line. Somebody resolves that here, in one of three ways."""
+        rels = [rel for rel in self.there if rel in self.here]
+        if self.lacks_edits or not rels:
+            return
+        rel, number = self.rng.choice(rels), len(self.done)
+        here, there = f"# here {number}", f"# there {number}"
+        self.here[rel] = self.here[rel].with_middle(here)
+        self.write_here()
+        commit_all(self.ours, "here")
+        self.there[rel] = self.there[rel].with_middle(there)
+        (self.fork / rel).write_bytes(self.there[rel].data)
+        self.commit_there("there")
+        assert f"  {rel}\n" in self.command("pull", code=1).out
+        self.command("apply", code=3)
+        middle = self.rng.choice([there, f"{here}\n{there}", "# neither"])
+        self.here[rel] = self.here[rel].with_middle(middle)
+        self.write_here()
+        commit_all(self.ours, "resolved")
+        assert "nothing to take" in self.command("pull").out
+        self.apply()
+        assert self.there == self.here
+
     def own_commit(self):
         """The fork's own work, in its files and in those that the overlay patches."""
         rel = self.rng.choice([SGD, C10D, DOC])
@@ -278,7 +305,7 @@ class Day:
 STEPS = [
     "apply", "apply", "apply", "revert", "newer", "newer", "edit", "edit", "pull", "pull",
     "own_commit", "unsaved", "squash", "reword", "topic", "topic", "upstream", "clone",
-    "collect", "export",
+    "collect", "export", "conflict", "conflict",
 ]  # fmt: skip
 
 
