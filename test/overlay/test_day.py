@@ -65,7 +65,7 @@ class Day:
         for rel, text in NOTES.items():
             (fork / rel).write_bytes(text)
 
-    # What is, and what must be.
+    # The state of the fork, and the expected one.
 
     def texts(self, commit="HEAD"):
         names = git(self.fork, "ls-tree", "-r", "--name-only", commit).splitlines()

@@ -222,7 +222,7 @@ class Checkout(Target):
         return sorted(changes), conflicts, missing
 
     def _record_taken(self, plan: CheckoutPlan, now: Taken) -> None:
-        """Record what `pull` took now. What it took of other files before stays taken."""
+        """Record a `pull`. Other files stay as an earlier one left them."""
         here, written = {**now.here}, {**now.written}
         for rel in now.theirs:
             place = plan.place(rel)

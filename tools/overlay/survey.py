@@ -1,4 +1,4 @@
-"""What a checkout has of the overlay, and what of it is the user's."""
+"""Compares a checkout with its base, its overlay and this repository, and finds edits."""
 
 import dataclasses
 from itertools import chain

@@ -1,4 +1,4 @@
-"""What `pull` took from a checkout, so that it takes no edit twice."""
+"""The record of `pull`: it takes no edit twice."""
 
 import dataclasses
 
