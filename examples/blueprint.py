@@ -93,7 +93,7 @@ from torch.optim._muon_engine.layouts.layout import Key, Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 from torch.optim._newton_schulz import newton_schulz, NS_DTYPE
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -642,7 +642,7 @@ if __name__ == "__main__":
 # |---|---|---|
 # | `dist_group`, `tp_group` | one group of a matrix's holders (process_groups.py: spanning_group) | There, pieces cross two groups in sequence. Here they cross one, which spans the grid. |
 # | `param_groups`, `buffer_idx` (aisles) | the matrices that the same ranks hold (schedule/buckets.py: families) | There, each parameter group has a buffer. Here a bucket takes matrices of several parameter groups. |
-# | buckets, `bucket_idx` (pallets) | buckets (schedule/packs.py: Bucket) | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
+# | buckets, `bucket_idx` (pallets) | buckets (schedule/schedule.py: Bucket) | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
 # | `dist_meta` (master schedule) | a layout and a schedule (layouts/layout.py: Layout) | `dist_meta` has this rank's ranges. A layout has every rank's regions, and the ranks compare theirs (agreement.py: agree). |
 # | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. A slot has room for one bucket and no padding. Accelerators free it between steps. |
 # | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |

@@ -20,24 +20,27 @@ from tools.overlay.payload import ROOT
 
 # Percent that all files together have to reach, by coverage's names.
 LIMITS = {"statements": 90, "branches": 80}
+# The optimizer's files, from the folder that is measured.
+PATTERNS = ("_muon*.py", "_newton_schulz*.py", "muon.py", "_muon_*/**/*.py")
 
 
 def measured() -> dict[str, Any]:
     """Prints the table of all processes' data together, and returns coverage's JSON report."""
-    cov = Coverage(config_file=str(ROOT / "pyproject.toml"))
+    coverage = Coverage(config_file=str(ROOT / "pyproject.toml"))
     # Each process left its data by itself; what was put together before stays.
-    cov.load()
-    cov.combine(strict=False)
-    cov.save()
+    coverage.load()
+    coverage.combine(strict=False)
+    coverage.save()
     # Named, since coverage by itself does not know of files that no test imports.
     place = Path(os.environ["MUON_MEASURED"])
-    patterns = ("_muon*.py", "_newton_schulz.py", "muon.py", "_muon_engine/**/*.py")
-    files = [str(file) for pattern in patterns for file in place.glob(pattern)]
-    cov.report(files)
+    files = []
+    for pattern in PATTERNS:
+        files.extend(str(file) for file in place.glob(pattern))
+    coverage.report(files)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "report.json")
-        cov.json_report(files, outfile=str(out))
-        return json.loads(out.read_text())
+        report = Path(folder, "report.json")
+        coverage.json_report(files, outfile=str(report))
+        return json.loads(report.read_text())
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
@@ -47,11 +50,12 @@ def problems(report: dict[str, Any]) -> Iterator[str]:
         percent = report["totals"].get(f"percent_{what}_covered", 0.0)
         if percent < limit:
             yield f"{percent:.1f} % of the {what} executed, less than {limit} %"
-    for path, found in report["files"].items():
-        executed = set(found["executed_lines"])
-        for line, source in error_lines(Path(path).read_text()).items():
-            if line not in executed:
-                yield f"{path}:{line}: {source} is in no test"
+    for path, of_file in report["files"].items():
+        executed_lines = set(of_file["executed_lines"])
+        source = Path(path).read_text()
+        for number, line in error_lines(source).items():
+            if number not in executed_lines:
+                yield f"{path}:{number}: {line} is in no test"
 
 
 def error_lines(source: str) -> dict[int, str]:
@@ -60,26 +64,28 @@ def error_lines(source: str) -> dict[int, str]:
     A handler counts by the first line of its body: that of ``except`` itself is executed
     whether or not it matches. ``raise NotImplementedError`` does not count, because subclasses replace it.
     """
-    found = set()
+    numbers = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ExceptHandler):
-            found.add(node.body[0].lineno)
+            first_statement = node.body[0]
+            numbers.add(first_statement.lineno)
         elif isinstance(node, ast.Raise):
             if getattr(node.exc, "id", "") != "NotImplementedError":
-                found.add(node.lineno)
+                numbers.add(node.lineno)
     lines = source.splitlines()
-    return {line: lines[line - 1].strip() for line in sorted(found)}
+    return {number: lines[number - 1].strip() for number in sorted(numbers)}
 
 
-def main(argv: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     report = measured()
-    if argv == ["--no-limits"]:
+    if arguments == ["--no-limits"]:
         return 0
-    short = list(problems(report))
     print(f"\nwanted: {LIMITS}, in percent, and all error paths")
-    for problem in short:
+    code = 0
+    for problem in problems(report):
         print(f"coverage: {problem}")
-    return 1 if short else 0
+        code = 1
+    return code
 
 
 if __name__ == "__main__":

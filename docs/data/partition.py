@@ -57,11 +57,19 @@ TWO_HEADS = (
 )
 
 
+def transformers_model(name):
+    model_class = getattr(transformers, name)
+    config = model_class.config_class()
+    return model_class(config)
+
+
 def models():
-    for name, options in [(n, None) for n in TRANSFORMERS.split()] + [*LORA.items()]:
-        model = (cls := getattr(transformers, name))(cls.config_class())
-        lora = options and peft.get_peft_model(model, peft.LoraConfig(**options))
-        yield (f"{name}, LoRA {options}", lora) if lora else (name, model)
+    for name in TRANSFORMERS.split():
+        yield name, transformers_model(name)
+    for name, options in LORA.items():
+        model = transformers_model(name)
+        lora = peft.get_peft_model(model, peft.LoraConfig(**options))
+        yield f"{name}, LoRA {options}", lora
     for name in DIFFUSERS.split():
         yield f"diffusers {name}", getattr(diffusers, name)()
     for heads in TWO_HEADS:
@@ -73,35 +81,54 @@ def models():
 
 
 def row(model):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        options = {"split": split_of(model), "allow_batched_matrices": True}
-        partition_named_parameters(model, verbose=True, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        partition_named_parameters(
+            model,
+            verbose=True,
+            split=split_of(model),
+            allow_batched_matrices=True,
+        )
+    # By reason: short names, once each.
     found = {"Muon": {}}
-    for name, why in re.findall(
-        r"(\S+) \(\d+(?:, \d+)+\) -> (?:rest: )?(.*)", out.getvalue()
-    ):
+    line = re.compile(r"(\S+) \(\d+(?:, \d+)+\) -> (?:rest: )?(.*)")
+    for name, why in line.findall(printed.getvalue()):
         if why.endswith("D"):
             continue
-        name = re.sub(r"\.(\d+|weight|default)\b", "", name)
-        short = re.sub(r"_\d+\b", "_*", ".".join(name.split(".")[-2:]))
+        short_name = shortened(name)
         if why.startswith("Muon, "):
-            short += f" **{form(why.removeprefix('Muon, '))}**"
+            option = why.removeprefix("Muon, ")
+            short_name += f" **{form(option)}**"
             why = "Muon"
-        found.setdefault(why, {})[short] = None
-    yield ", ".join(found.pop("Muon"))
-    yield "; ".join(f"**{why}** {', '.join(names)}" for why, names in found.items())
+        found.setdefault(why, {})[short_name] = None
+    of_muon = found.pop("Muon")
+    elsewhere = []
+    for why, names in found.items():
+        elsewhere.append(f"**{why}** {', '.join(names)}")
+    return ", ".join(of_muon), "; ".join(elsewhere)
+
+
+def shortened(name):
+    """The last two words of a parameter's name, without numbers."""
+    layer = re.sub(r"\.(\d+|weight|default)\b", "", name)
+    last_words = layer.split(".")[-2:]
+    return re.sub(r"_\d+\b", "_*", ".".join(last_words))
 
 
 def form(option):
     """How a weight is split, without the numbers of one model."""
     if "split" not in option:
         return option.partition(":")[0]
-    repeated = ", repeated" if re.search(r"'repeats': (?!1\b)", option) else ""
-    return "split" + repeated + ", columns" * ("'dim': 1" in option)
+    words = ["split"]
+    if re.search(r"'repeats': (?!1\b)", option):
+        words.append("repeated")
+    if "'dim': 1" in option:
+        words.append("columns")
+    return ", ".join(words)
 
 
 if __name__ == "__main__":
     print("| model | Muon | elsewhere, and why |\n|---|---|---|")
     with torch.device("meta"):
         for name, model in models():
-            print(f"| {name} |", " | ".join(row(model)), "|")
+            of_muon, elsewhere = row(model)
+            print(f"| {name} | {of_muon} | {elsewhere} |")

@@ -38,8 +38,12 @@ def optimizers_of(model, has_muon, lr, config):
     if not has_muon:
         return [AdamW(model.parameters(), **options)]
     matrices, others = partition_named_parameters(model)
-    scale = "match_rms_adamw"
-    muon = Muon(matrices, lr=lr, adjust_lr_fn=scale, distributed_config=config)
+    muon = Muon(
+        matrices,
+        lr=lr,
+        adjust_lr_fn="match_rms_adamw",
+        distributed_config=config,
+    )
     return [muon, AdamW(others, **options)]
 
 
@@ -54,20 +58,27 @@ def train(steps, has_muon, lr, clips, sharded=False):
     optimizers = optimizers_of(model, has_muon, lr, "auto" if sharded else None)
     clipped = list(model.parameters())
     if clips == "adamw":
-        clipped = [p for g in optimizers[-1].param_groups for p in g["params"]]
+        clipped = []
+        for group in optimizers[-1].param_groups:
+            clipped.extend(group["params"])
 
     def pace(step):  # up over the first tenth, then down to a tenth
-        return min((step + 1) / max(1, steps // 10), 1 - 0.9 * step / steps)
+        warm_up = (step + 1) / max(1, steps // 10)
+        decay = 1 - 0.9 * step / steps
+        return min(warm_up, decay)
 
     schedules = [LambdaLR(optimizer, pace) for optimizer in optimizers]
     text, _ = load()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+    rank, size = 0, 1
+    if sharded:
+        rank, size = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(steps):
-        inputs, targets = (
-            part.chunk(size)[rank] for part in sample(text, BATCH, CONTEXT, step + 1)
-        )
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        inputs, targets = sample(text, BATCH, CONTEXT, step + 1)
+        inputs = inputs.chunk(size)[rank]
+        targets = targets.chunk(size)[rank]
+        logits = model(inputs).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(clipped, 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
@@ -81,15 +92,22 @@ def train(steps, has_muon, lr, clips, sharded=False):
     return losses
 
 
+def train_at_rates(args, has_muon):
+    runs = {}
+    for lr in args.rates:
+        runs[lr] = train(args.steps, has_muon, lr, args.clip)
+    return runs
+
+
 def best(title, runs):
     """The run whose last tenth has the lowest mean, and its learning rate."""
-
-    def end(losses):
-        return sum(losses[-len(losses) // 10 :]) / len(losses[-len(losses) // 10 :])
-
+    means = {}
     for lr, losses in runs.items():
-        print(f"{title}, learning rate {lr}: {end(losses):.3f} at the end", flush=True)
-    return min(runs.items(), key=lambda item: end(item[1]))
+        last_tenth = losses[-len(losses) // 10 :]
+        means[lr] = sum(last_tenth) / len(last_tenth)
+        print(f"{title}, learning rate {lr}: {means[lr]:.3f} at the end", flush=True)
+    best_lr = min(means, key=means.get)
+    return best_lr, runs[best_lr]
 
 
 def draw(curves, path):
@@ -122,16 +140,17 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(hours=2))
     found = [None]
     if dist.get_rank() == 0:
-        adamw = {lr: train(args.steps, False, lr, args.clip) for lr in args.rates}
-        adamw_lr, adamw = best("AdamW", adamw)
-        muon = {lr: train(args.steps, True, lr, args.clip) for lr in args.rates}
-        muon_lr, muon = best("Muon", muon)
+        adamw_lr, adamw = best("AdamW", train_at_rates(args, has_muon=False))
+        muon_lr, muon = best("Muon", train_at_rates(args, has_muon=True))
         found = [(muon_lr, adamw_lr, muon, adamw)]
     dist.broadcast_object_list(found)
     muon_lr, adamw_lr, muon, adamw = found[0]
     many = train(args.steps, True, muon_lr, args.clip, sharded=True)
     if dist.get_rank() == 0:
-        gap = max(abs(a - b) for a, b in zip(muon, many))
+        gaps = []
+        for loss_of_one, loss_of_many in zip(muon, many):
+            gaps.append(abs(loss_of_one - loss_of_many))
+        gap = max(gaps)
         print(f"Muon on one process and on many: losses at most {gap:.3f} apart")
         curves = {
             f"Muon, 1 process (lr {muon_lr})": muon,

@@ -57,28 +57,35 @@ class Panel:
         mesh = init_device_mesh("cpu", (2, 2))
         param = empty(SHAPE, device_mesh=mesh, placements=list(placements))
         reader = DTensorLayouts()
-        layouts = [reader.of(Key(i), param)[0] for i in range(COPIES)]
+        layouts = []
+        for index in range(COPIES):
+            layouts.extend(reader.of(Key(index), param))
         self.schedule = make_schedule(layouts, assign_owners(layouts))
         self.matrix = self.schedule.owners.index(OWNER)
         self.shards = layouts[self.matrix].shards
         # Replicas hold equal shards, and have one colour.
-        self.hues = dict(zip(dict.fromkeys(self.shards.regions), HUES))
-        self.coordinates = {
-            int(mesh.mesh[i, j]): (i, j) for i in (0, 1) for j in (0, 1)
-        }
+        different_shards = dict.fromkeys(self.shards.regions)
+        self.hues = dict(zip(different_shards, HUES))
+        self.coordinates = {}
+        for outer, ranks in enumerate(mesh.mesh.tolist()):
+            for inner, rank in enumerate(ranks):
+                self.coordinates[rank] = outer, inner
         self.draw(title)
 
     def sent(self, kind):
         """Elements that ranks send each other in ``kind``, gather or scatter."""
         elements = Counter()
         for bucket in self.schedule.buckets:
-            for rank in RANKS if self.matrix in bucket.matrices else ():
-                pack = getattr(self.schedule.packs(bucket, rank), f"{kind}_send")
+            if self.matrix not in bucket.matrices:
+                continue
+            for rank in RANKS:
+                packs = self.schedule.packs(bucket, rank)
+                pack = getattr(packs, f"{kind}_send")
                 ends = list(accumulate(pack.split_sizes))
                 for packed in pack.regions:
                     if packed.matrix == self.matrix:
-                        pair = rank, bisect_right(ends, packed.offset)
-                        elements[pair] += packed.region.numel
+                        receiver = bisect_right(ends, packed.offset)
+                        elements[rank, receiver] += packed.region.numel
         return elements
 
     def draw(self, title):
@@ -87,32 +94,38 @@ class Panel:
         axes.axis("off")
         self.words(0.05, HEIGHT + 0.62, title, 14, ha="left", weight="bold")
         middle = (BEFORE_NS + AFTER_NS) / 2
-        on_owner = f"on the owner, rank {OWNER}"
-        for x, words in ((BEFORE, "momentum"), (middle, on_owner), (AFTER, "update")):
+        heads = {
+            BEFORE: "momentum",
+            middle: f"on the owner, rank {OWNER}",
+            AFTER: "update",
+        }
+        for x, words in heads.items():
             self.words(x, HEIGHT + 0.02, words, 11.5, FAINT)
-        torch.manual_seed(3)
-        momentum = torch.randn(SHAPE)
-        triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
-        update = ns.newton_schulz(
-            momentum.to(ns.NS_DTYPE), triple, ns.DEFAULT_NS_STEPS, ns.EPS
-        )
+        momentum, update = momentum_and_update()
         for rank in RANKS:
+            y = y_of(rank)
+            shard = self.shards.of(rank)
             self.name(rank)
-            self.draw_matrix(BEFORE, y_of(rank), momentum, [self.shards.of(rank)])
-            self.draw_matrix(AFTER, y_of(rank), update.float(), [self.shards.of(rank)])
+            self.draw_matrix(BEFORE, y, momentum, [shard])
+            self.draw_matrix(AFTER, y, update, [shard])
+        self.draw_owner(momentum, update)
+        self.draw_exchange("gather", BEFORE + 0.95, BEFORE_NS - 1.1)
+        self.words(0.05, -0.5, self.total("gather"), 11.5, ha="left")
+        self.draw_exchange("scatter", AFTER_NS + 1.1, AFTER - 0.95)
+        self.words(WIDTH / 2 + 0.2, -0.5, self.total("scatter"), 11.5, ha="left")
+
+    def draw_owner(self, momentum, update):
+        """The whole matrix, before and after Newton-Schulz, in a frame."""
         y = y_of(OWNER)
-        frame = (BEFORE_NS - 1.08, y - 0.8, AFTER_NS - BEFORE_NS + 2.16, 1.6)
-        self.box(*frame, "#fff8e6", "#e3c98a", zorder=1)
+        width = AFTER_NS - BEFORE_NS
+        left, bottom = BEFORE_NS - 1.08, y - 0.8
+        self.box(left, bottom, width + 2.16, 1.6, "#fff8e6", "#e3c98a", zorder=1)
         self.draw_matrix(BEFORE_NS, y, momentum, self.hues)
-        self.draw_matrix(AFTER_NS, y, update.float(), self.hues)
-        self.arrow((BEFORE_NS + 0.95, y), (AFTER_NS - 0.95, y), INK, 2.0)
+        self.draw_matrix(AFTER_NS, y, update, self.hues)
+        start, end = (BEFORE_NS + 0.95, y), (AFTER_NS - 0.95, y)
+        self.arrow(start, end, INK, 2.0)
+        middle = (BEFORE_NS + AFTER_NS) / 2
         self.words(middle, y + 0.14, "NS", 11)
-        for kind, left, right, total_x in (
-            ("gather", BEFORE + 0.95, BEFORE_NS - 1.1, 0.05),
-            ("scatter", AFTER_NS + 1.1, AFTER - 0.95, WIDTH / 2 + 0.2),
-        ):
-            self.draw_exchange(kind, left, right)
-            self.words(total_x, -0.5, self.total(kind), 11.5, ha="left")
 
     def total(self, kind):
         elements = self.sent(kind).total()
@@ -121,27 +134,33 @@ class Panel:
 
     def draw_exchange(self, kind, left, right):
         """Arrows between the ranks' rows and the owner's; the owner's own shard stays."""
-        own = sum(region.numel for region in self.shards.of(OWNER))
-        y, hue = y_of(OWNER), self.hues[self.shards.of(OWNER)]
+        own_shard = self.shards.of(OWNER)
+        own_elements = sum(region.numel for region in own_shard)
+        y, hue = y_of(OWNER), self.hues[own_shard]
+        middle = (left + right) / 2
         self.arrow((left, y), (right, y), hue, 1.4, "dashed")
-        self.label((left + right) / 2, y + 0.2, f"{own} stay", hue)
-        for pair, number in self.sent(kind).items():
-            rank = pair[0] if kind == "gather" else pair[1]
-            near = abs(rank - OWNER) == 1
+        self.label(middle, y + 0.2, f"{own_elements} stay", hue)
+        for (sender, receiver), elements in self.sent(kind).items():
+            rank = sender if kind == "gather" else receiver
+            is_near = abs(rank - OWNER) == 1
             # Ranks next to the owner meet its edge further out than ranks beyond them.
-            edge = y + (0.4 if near else 0.68) * (1 if rank < OWNER else -1)
+            distance = 0.4 if is_near else 0.68
+            edge = y + distance if rank < OWNER else y - distance
             # The labels of arrows that meet keep away from each other.
-            share = 0.45 if near else 0.33
+            share = 0.45 if is_near else 0.33
             start, end = (left, y_of(rank)), (right, edge)
             if kind == "scatter":
-                start, end, share = (left, edge), (right, y_of(rank)), 1 - share
+                start, end = (left, edge), (right, y_of(rank))
+                share = 1 - share
             hue = self.hues[self.shards.of(rank)]
-            self.arrow(start, end, hue, 1.2 + 0.09 * number)
-            at = (a + (b - a) * share for a, b in zip(start, end))
-            self.label(*at, str(number), hue)
+            self.arrow(start, end, hue, 1.2 + 0.09 * elements)
+            label_x = start[0] + (end[0] - start[0]) * share
+            label_y = start[1] + (end[1] - start[1]) * share
+            self.label(label_x, label_y, str(elements), hue)
 
     def name(self, rank):
-        y, weight = y_of(rank), "bold" if rank == OWNER else "normal"
+        y = y_of(rank)
+        weight = "bold" if rank == OWNER else "normal"
         for x, side in ((BEFORE - 1.0, "right"), (AFTER + 1.0, "left")):
             self.words(x, y + 0.06, f"rank {rank}", 12, ha=side, weight=weight)
             where = str(self.coordinates[rank])
@@ -149,26 +168,47 @@ class Panel:
 
     def draw_matrix(self, x, y, values, shards):
         """The whole matrix around (x, y); ``shards`` of it are coloured."""
-        left, top = x - COLUMNS * CELL / 2, y + ROWS * CELL / 2
-        size = (COLUMNS * CELL, ROWS * CELL)
-        self.box(left, top - size[1], *size, PAPER, "#d0d7de", zorder=2)
-        strengths = 0.25 + 0.75 * values.abs() / values.abs().max()
+        width, height = COLUMNS * CELL, ROWS * CELL
+        left, top = x - width / 2, y + height / 2
+        self.box(left, top - height, width, height, PAPER, "#d0d7de", zorder=2)
+        magnitudes = values.abs()
+        strengths = 0.25 + 0.75 * magnitudes / magnitudes.max()
         for shard in shards:
-            for r in shard:
-                for i in range(r.row, r.row + r.height):
-                    for j in range(r.column, r.column + r.width):
-                        hue = blend(self.hues[shard], "white", float(strengths[i, j]))
-                        at = (left + j * CELL, top - (i + 1) * CELL)
-                        self.box(*at, CELL, CELL, hue, "white", zorder=3)
+            for region in shard:
+                for row in range(region.row, region.row + region.height):
+                    for column in range(region.column, region.column + region.width):
+                        strength = float(strengths[row, column])
+                        hue = blend(self.hues[shard], "white", strength)
+                        cell_x = left + column * CELL
+                        cell_y = top - (row + 1) * CELL
+                        self.box(cell_x, cell_y, CELL, CELL, hue, "white", zorder=3)
 
     def box(self, x, y, width, height, face, edge, zorder):
-        style = {"facecolor": face, "edgecolor": edge, "linewidth": 0.7}
-        self.axes.add_patch(Rectangle((x, y), width, height, zorder=zorder, **style))
+        rectangle = Rectangle(
+            (x, y),
+            width,
+            height,
+            facecolor=face,
+            edgecolor=edge,
+            linewidth=0.7,
+            zorder=zorder,
+        )
+        self.axes.add_patch(rectangle)
 
     def arrow(self, start, end, colour, width, style="solid"):
-        look = {"linestyle": style, "linewidth": width, "color": colour}
-        arrow = {"arrowstyle": "-|>", "mutation_scale": 12, "shrinkA": 0, "shrinkB": 0}
-        self.axes.add_patch(FancyArrowPatch(start, end, zorder=4, **look, **arrow))
+        patch = FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=12,
+            shrinkA=0,
+            shrinkB=0,
+            linestyle=style,
+            linewidth=width,
+            color=colour,
+            zorder=4,
+        )
+        self.axes.add_patch(patch)
 
     def words(self, x, y, text, size, color=INK, ha="center", **style):
         self.axes.text(x, y, text, size=size, color=color, ha=ha, **style)
@@ -184,8 +224,19 @@ def y_of(rank):
 
 
 def blend(hue, other, share):
-    pairs = zip(colors.to_rgb(hue), colors.to_rgb(other))
-    return tuple(share * a + (1 - share) * b for a, b in pairs)
+    mixed = []
+    for one_part, other_part in zip(colors.to_rgb(hue), colors.to_rgb(other)):
+        mixed.append(share * one_part + (1 - share) * other_part)
+    return tuple(mixed)
+
+
+def momentum_and_update():
+    torch.manual_seed(3)
+    momentum = torch.randn(SHAPE)
+    coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+    matrix = momentum.to(ns.NS_DTYPE)
+    update = ns.newton_schulz(matrix, coefficients, ns.DEFAULT_NS_STEPS, ns.EPS)
+    return momentum, update.float()
 
 
 def main(out):

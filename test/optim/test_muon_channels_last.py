@@ -39,33 +39,36 @@ class TestMuonChannelsLast(TestCase):
             ((8, 6, 1, 1), None),
             ((8, 4, 2, 1, 3), {"sizes": (1, 3), "repeats": 2}),
         ):
-            kernel = self.kernel(*shape)
-            contiguous = nn.Parameter(randn(1, *shape))
-            matrix = nn.Parameter(in_memory(kernel).clone())
-            strides, address = kernel.stride(), kernel.data_ptr()
-            options = {"flatten": True, "split": split}
-            muon = Muon([{"params": [kernel, contiguous], **options}], lr=0.1)
-            twin = Muon([{"params": [matrix], "split": split}], lr=0.1)
-            for step in range(3):
-                grad = randn(10 + step, *shape)
-                matrix.grad = in_memory(grad)
-                contiguous.grad = grad
-                # A layer may give gradients of another format.
-                same_format = torch.empty_like(kernel).copy_(grad)
-                kernel.grad = grad if step == 1 else same_format
-                muon.step()
-                twin.step()
-            buffer = muon.state[kernel]["momentum_buffer"]
-            momentum = twin.state[matrix]["momentum_buffer"]
-            self.assertEqual((kernel.stride(), kernel.data_ptr()), (strides, address))
-            self.assertEqual(buffer.stride(), strides)
-            self.assertTrue(torch.equal(in_memory(kernel), matrix), shape)
-            self.assertTrue(torch.equal(in_memory(buffer), momentum), shape)
-            self.assertTrue(
-                torch.equal(buffer, muon.state[contiguous]["momentum_buffer"])
-            )
-            moved = (contiguous - randn(1, *shape)).norm()
-            self.assertLess((kernel - contiguous).norm(), 0.02 * moved)
+            with self.subTest(shape=shape, split=split):
+                kernel = self.kernel(*shape)
+                contiguous = nn.Parameter(randn(1, *shape))
+                matrix = nn.Parameter(in_memory(kernel).clone())
+                strides, address = kernel.stride(), kernel.data_ptr()
+                options = {"flatten": True, "split": split}
+                muon = Muon([{"params": [kernel, contiguous], **options}], lr=0.1)
+                twin = Muon([{"params": [matrix], "split": split}], lr=0.1)
+                for step in range(3):
+                    grad = randn(10 + step, *shape)
+                    matrix.grad = in_memory(grad)
+                    contiguous.grad = grad
+                    # A layer may give gradients of another format.
+                    same_format = torch.empty_like(kernel).copy_(grad)
+                    kernel.grad = grad if step == 1 else same_format
+                    muon.step()
+                    twin.step()
+                buffer = muon.state[kernel]["momentum_buffer"]
+                momentum = twin.state[matrix]["momentum_buffer"]
+                self.assertEqual(
+                    (kernel.stride(), kernel.data_ptr()), (strides, address)
+                )
+                self.assertEqual(buffer.stride(), strides)
+                self.assertTrue(torch.equal(in_memory(kernel), matrix), shape)
+                self.assertTrue(torch.equal(in_memory(buffer), momentum), shape)
+                self.assertTrue(
+                    torch.equal(buffer, muon.state[contiguous]["momentum_buffer"])
+                )
+                moved = (contiguous - randn(1, *shape)).norm()
+                self.assertLess((kernel - contiguous).norm(), 0.02 * moved)
 
     def test_views(self):
         """A copy of the parameter would lose the update, and one of momentum would start it anew."""
@@ -92,15 +95,20 @@ class TestMuonChannelsLast(TestCase):
             (None, kernel.transpose(0, 1)),
             (columns, kernel.to(memory_format=torch.channels_last)),
         ):
-            param = nn.Parameter(kernel.clone())
-            muon = Muon([{"params": [param], "flatten": True, "split": split}])
-            self.train(muon, param, range(1))
-            momentum = muon.state[param]["momentum_buffer"].clone()
-            param.data = changed.clone()
-            with self.assertRaisesRegex(ValueError, r"\(8, 8, 3, 3\).*make it contig"):
-                self.train(muon, param, range(1, 2))
-            self.assertTrue(torch.equal(param, changed))
-            self.assertTrue(torch.equal(muon.state[param]["momentum_buffer"], momentum))
+            with self.subTest(split=split, changed=changed):
+                param = nn.Parameter(kernel.clone())
+                muon = Muon([{"params": [param], "flatten": True, "split": split}])
+                self.train(muon, param, range(1))
+                momentum = muon.state[param]["momentum_buffer"].clone()
+                param.data = changed.clone()
+                with self.assertRaisesRegex(
+                    ValueError, r"\(8, 8, 3, 3\).*make it contig"
+                ):
+                    self.train(muon, param, range(1, 2))
+                self.assertTrue(torch.equal(param, changed))
+                self.assertTrue(
+                    torch.equal(muon.state[param]["momentum_buffer"], momentum)
+                )
 
     def test_checkpoint_of_the_other_format(self):
         for config, source, target in (
@@ -108,22 +116,40 @@ class TestMuonChannelsLast(TestCase):
             (None, torch.contiguous_format, torch.channels_last),
             ("auto", torch.channels_last, torch.contiguous_format),
         ):
-            kernel = nn.Parameter(randn(1, 8, 6, 3, 3).to(memory_format=source))
-            muon = Muon([{"params": [kernel], "flatten": True}], lr=0.1)
-            self.train(muon, kernel, range(2))
-            other = nn.Parameter(kernel.detach().clone(memory_format=target))
-            group = {"params": [other], "flatten": True}
-            loaded = Muon([group], lr=0.1, distributed_config=config)
-            loaded.load_state_dict(copy.deepcopy(muon.state_dict()))
-            buffer = loaded.state[other]["momentum_buffer"]
-            self.assertEqual(buffer.stride(), other.stride())
-            self.assertTrue(torch.equal(buffer, muon.state[kernel]["momentum_buffer"]))
-            self.train(loaded, other, range(2, 4))
+            with self.subTest(target=target):
+                kernel = nn.Parameter(randn(1, 8, 6, 3, 3).to(memory_format=source))
+                muon = Muon([{"params": [kernel], "flatten": True}], lr=0.1)
+                self.train(muon, kernel, range(2))
+                other = nn.Parameter(kernel.detach().clone(memory_format=target))
+                group = {"params": [other], "flatten": True}
+                loaded = Muon([group], lr=0.1, distributed_config=config)
+                loaded.load_state_dict(copy.deepcopy(muon.state_dict()))
+                buffer = loaded.state[other]["momentum_buffer"]
+                self.assertEqual(buffer.stride(), other.stride())
+                self.assertTrue(
+                    torch.equal(buffer, muon.state[kernel]["momentum_buffer"])
+                )
+                self.train(loaded, other, range(2, 4))
+                self.train(muon, kernel, range(2, 4))
+                loaded_buffer = loaded.state[other]["momentum_buffer"]
+                buffer = muon.state[kernel]["momentum_buffer"]
+                self.assertTrue(torch.equal(loaded_buffer, buffer))
+                self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
+
+    def test_momentum_of_the_other_format(self):
+        """With a config, a step broke off half way at momentum that a user had put back in channels_last."""
+        kernels = [nn.Parameter(randn(1, 8, 6, 3, 3)) for _ in range(2)]
+        muons: list[Muon] = []
+        for kernel, config in zip(kernels, (None, "auto")):
+            group = {"params": [kernel], "flatten": True}
+            muons.append(Muon([group], lr=0.1, distributed_config=config))
+            self.train(muons[-1], kernel, range(2))
+        state = muons[1].state[kernels[1]]
+        momentum = state["momentum_buffer"]
+        state["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
+        for muon, kernel in zip(muons, kernels):
             self.train(muon, kernel, range(2, 4))
-            loaded_buffer = loaded.state[other]["momentum_buffer"]
-            buffer = muon.state[kernel]["momentum_buffer"]
-            self.assertTrue(torch.equal(loaded_buffer, buffer))
-            self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
+        self.assertTrue(torch.equal(*(kernel.detach() for kernel in kernels)))
 
     def test_format_that_changes(self):
         """``module.to`` replaces the storage between steps; momentum follows."""

@@ -1,5 +1,5 @@
 # Owner(s): ["module: optimizer"]
-"""Muon's distributed_config on one process: what it takes, refuses and keeps, and a user's own functions."""
+"""Muon's distributed_config on one process: what it takes, refuses and keeps."""
 
 import copy
 import functools
@@ -38,23 +38,28 @@ FACTORIES = (create_dtensor_config, create_auto_config)
 class TestDistributedConfig(MuonTestCase):
     def test_flags(self):
         for make in (local_config, *FACTORIES):
-            self.assertIs(make().async_gpu_parallelism, True)
-            self.assertEqual(make().prefetch_count, 1)
-            made = make(async_gpu_parallelism=False, prefetch_count=3)
-            self.assertIs(made.async_gpu_parallelism, False)
-            self.assertEqual(made.prefetch_count, 3)
-            for wrong in (-1, 1.0, True, None, "2"):
-                with self.assertRaisesRegex(ValueError, f"prefetch_count.*{wrong!r}"):
-                    make(prefetch_count=wrong)
+            with self.subTest(make=make):
+                self.assertIs(make().async_gpu_parallelism, True)
+                self.assertEqual(make().prefetch_count, 1)
+                made = make(async_gpu_parallelism=False, prefetch_count=3)
+                self.assertIs(made.async_gpu_parallelism, False)
+                self.assertEqual(made.prefetch_count, 3)
+                for wrong in (-1, 1.0, True, None, "2"):
+                    with self.subTest(wrong=wrong):
+                        with self.assertRaisesRegex(
+                            ValueError, f"prefetch_count.*{wrong!r}"
+                        ):
+                            make(prefetch_count=wrong)
 
     def test_slots_of_the_schedule(self):
         """With fewer gathers in flight, one bucket may be larger."""
         make = buckets.make_schedule
         for count in (0, 1, 3):
-            config = create_dtensor_config(prefetch_count=count)
-            with mock.patch.object(buckets, "make_schedule", wraps=make) as made:
-                Muon(make_params((4, 4)), distributed_config=config)
-            self.assertEqual(made.call_args.kwargs["slots"], count + 2)
+            with self.subTest(count=count):
+                config = create_dtensor_config(prefetch_count=count)
+                with mock.patch.object(buckets, "make_schedule", wraps=make) as made:
+                    Muon(make_params((4, 4)), distributed_config=config)
+                self.assertEqual(made.call_args.kwargs["slots"], count + 2)
 
     def test_assign_fn_coverage(self):
         params = make_params(*[(10, 10)] * 8)
@@ -74,37 +79,47 @@ class TestDistributedConfig(MuonTestCase):
         self.assertEqual(config.state["tp_dim_per_param"], tp_dims)
         self.assertNotIn("tp_dim_default", config.state)
         for options in ({"tp_dim_per_param": 1}, {"tp_shard_dim": 1}):
-            config = create_auto_config(tp_process_group=None, **options)
-            self.assertEqual(config.state["tp_dim_default"], 1)
-            self.assertNotIn("tp_dim_per_param", config.state)
+            with self.subTest(options=options):
+                config = create_auto_config(tp_process_group=None, **options)
+                self.assertEqual(config.state["tp_dim_default"], 1)
+                self.assertNotIn("tp_dim_per_param", config.state)
         # Zero is a dimension, not a missing one.
         self.assertEqual(create_auto_config(tp_shard_dim=0).state["tp_dim_default"], 0)
         self.assertNotIn("tp_dim_default", create_auto_config().state)
 
     def test_refused_arguments(self):
         for names, words in (
-            ("fsdp_process_group shard_process_group", "fsdp_.*shard_process_group"),
-            ("ddp_process_group replicate_process_group", "ddp_.*replicate_process"),
-            ("tp_dim_per_param tp_shard_dim", "tp_dim_per_param.*tp_shard_dim"),
-            ("ep_process_group", "expert_assignments"),
+            (
+                ["fsdp_process_group", "shard_process_group"],
+                "fsdp_.*shard_process_group",
+            ),
+            (
+                ["ddp_process_group", "replicate_process_group"],
+                "ddp_.*replicate_process",
+            ),
+            (["tp_dim_per_param", "tp_shard_dim"], "tp_dim_per_param.*tp_shard_dim"),
+            (["ep_process_group"], "expert_assignments"),
         ):
-            with self.assertRaisesRegex(ValueError, words):
-                create_auto_config(**dict.fromkeys(names.split(), 0))
+            with self.subTest(names=names):
+                with self.assertRaisesRegex(ValueError, words):
+                    create_auto_config(**dict.fromkeys(names, 0))
         for given, words in (
             ({"expert_assignments": {0: 3, 2: 1}}, r"names.*\[2\].* 2 parameters, no"),
             ({"expert_assignments": {"w": 1}}, r"names parameters \['w'\]"),
             # new_group() returns this on a rank that is not in the group.
             ({"tp_process_group": dist.GroupMember.NON_GROUP_MEMBER}, "with this rank"),
         ):
-            with self.assertRaisesRegex(ValueError, words):
-                config = create_auto_config(**given)
-                Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+            with self.subTest(given=given):
+                with self.assertRaisesRegex(ValueError, words):
+                    config = create_auto_config(**given)
+                    Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_device_of_a_group(self):
         cases = (["cuda"], "cuda"), (["cuda", "cpu"], "cpu"), ([], "cpu")
         for kinds, expected in cases:
-            group = SimpleNamespace(_device_types=kinds)
-            self.assertEqual(device_of_group(group).type, expected)
+            with self.subTest(kinds=kinds):
+                group = SimpleNamespace(_device_types=kinds)
+                self.assertEqual(device_of_group(group).type, expected)
 
     def test_state(self):
         given = {"expert_assignments": {0: 1}, "pp_process_group": object()}
@@ -113,25 +128,27 @@ class TestDistributedConfig(MuonTestCase):
         self.assertLessEqual(given.items(), state.items())
         self.assertIsNot(state["expert_assignments"], given["expert_assignments"])
         for alias, kind in ("shard", "fsdp"), ("replicate", "ddp"):
-            state = create_auto_config(**{f"{alias}_process_group": given}).state
-            self.assertIs(state[f"{kind}_process_group"], given)
+            with self.subTest(alias=alias, kind=kind):
+                state = create_auto_config(**{f"{alias}_process_group": given}).state
+                self.assertIs(state[f"{kind}_process_group"], given)
         for make in FACTORIES:
-            config = make()
-            is_dtensor = make is create_dtensor_config
-            self.assertIs(config.state["is_dtensor"], is_dtensor)
-            self.assertEqual(config.state["owners_per_matrix"], 1)
-            params = make_params((3, 4), (4, 3))
-            before = set(config.state)
-            self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
-            self.assertEqual(config.state["param_metadata"], {})
-            new = config.state.keys() - before
-            self.assertLessEqual(new, {"param_metadata", "_reader"})
-            if is_dtensor:
-                continue
-            # A later call reads the state again.
-            config.state["tp_dim_default"] = 2
-            with self.assertRaises(IndexError):
-                config.assign_fn(params, config.state)
+            with self.subTest(make=make):
+                config = make()
+                is_dtensor = make is create_dtensor_config
+                self.assertIs(config.state["is_dtensor"], is_dtensor)
+                self.assertEqual(config.state["owners_per_matrix"], 1)
+                params = make_params((3, 4), (4, 3))
+                before = set(config.state)
+                self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
+                self.assertEqual(config.state["param_metadata"], {})
+                new = config.state.keys() - before
+                self.assertLessEqual(new, {"param_metadata", "_reader"})
+                if is_dtensor:
+                    continue
+                # A later call reads the state again.
+                config.state["tp_dim_default"] = 2
+                with self.assertRaises(IndexError):
+                    config.assign_fn(params, config.state)
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
@@ -146,45 +163,63 @@ class TestDistributedConfig(MuonTestCase):
             configs.append(make(async_gpu_parallelism=True, prefetch_count=3))
             configs.append(make(async_gpu_parallelism=False, prefetch_count=0))
         for options in ({"dtype": torch.float64}, {"nesterov": False}):
-            for config in configs:
-                self.assert_same_training(shapes, Muon, config, lr=0.05, **options)
+            with self.subTest(options=options):
+                for config in configs:
+                    with self.subTest(config=config):
+                        self.assert_same_training(
+                            shapes, Muon, config, lr=0.05, **options
+                        )
 
     def test_a_frozen_parameter_stays(self):
         for make in FACTORIES:
-            frozen, other = make_params((3, 4), (4, 3))
-            frozen.requires_grad_(False)
-            frozen.grad = torch.ones(3, 4)
-            before = frozen.detach().clone()
-            optimizer = Muon([frozen, other], distributed_config=make())
-            optimizer.step()
-            self.assert_same_bits([frozen], [before])
-            self.assertNotIn(frozen, optimizer.state)
-            self.assertEqual(optimizer.assignments, {0: [0, 1]})
-            # And moves once it is frozen no more.
-            frozen.requires_grad_(True)
-            frozen.grad = torch.ones(3, 4)
-            optimizer.step()
-            self.assertNotEqual(frozen, before)
+            with self.subTest(make=make):
+                frozen, other = make_params((3, 4), (4, 3))
+                frozen.requires_grad_(False)
+                frozen.grad = torch.ones(3, 4)
+                before = frozen.detach().clone()
+                optimizer = Muon([frozen, other], distributed_config=make())
+                optimizer.step()
+                self.assert_same_bits([frozen], [before])
+                self.assertNotIn(frozen, optimizer.state)
+                self.assertEqual(optimizer.assignments, {0: [0, 1]})
+                # And moves once it is frozen no more.
+                frozen.requires_grad_(True)
+                frozen.grad = torch.ones(3, 4)
+                optimizer.step()
+                self.assertNotEqual(frozen, before)
 
     def test_functional_forms(self):
         """The functional form builds an engine for each call, and leaves that of the Muon alone."""
         for make in (local_config, *FACTORIES):
-            results = []
-            for config in (None, make()):
-                owned = make_params((4, 4), (3, 5))
-                optimizer = Muon(owned, distributed_config=config)
-                others = [p.detach() for p in make_params((4, 4), (6, 2), seed=9)]
-                grads = [p.grad for p in make_params((4, 4), (6, 2), seed=9)]
-                buffers = [torch.zeros_like(p) for p in others]
-                for count in (2, 1, 2):
-                    optimizer.step()
-                    # Other parameters than at the last call, and than the optimizer's.
-                    function = (_muon.muon, _muon._single_tensor_muon)[count % 2]
-                    given = (each[:count] for each in (others, grads, buffers))
-                    function(*given, distributed_config=config, **FUNCTIONAL)
-                results.append([p.detach() for p in owned] + others + buffers)
-                self.assertEqual(optimizer.assignments, {0: [0, 1]} if config else {})
-            self.assert_same_bits(*results)
+            with self.subTest(make=make):
+                results = []
+                for config in (None, make()):
+                    with self.subTest(config=config):
+                        owned = make_params((4, 4), (3, 5))
+                        optimizer = Muon(owned, distributed_config=config)
+                        others = [
+                            param.detach()
+                            for param in make_params((4, 4), (6, 2), seed=9)
+                        ]
+                        grads = [
+                            param.grad for param in make_params((4, 4), (6, 2), seed=9)
+                        ]
+                        buffers = [torch.zeros_like(param) for param in others]
+                        for count in (2, 1, 2):
+                            optimizer.step()
+                            # Other parameters than at the last call, and than the optimizer's.
+                            function = (_muon.muon, _muon._single_tensor_muon)[
+                                count % 2
+                            ]
+                            given = (each[:count] for each in (others, grads, buffers))
+                            function(*given, distributed_config=config, **FUNCTIONAL)
+                        results.append(
+                            [param.detach() for param in owned] + others + buffers
+                        )
+                        self.assertEqual(
+                            optimizer.assignments, {0: [0, 1]} if config else {}
+                        )
+                self.assert_same_bits(*results)
 
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
@@ -198,32 +233,49 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertNotEqual(param.detach(), before)
 
     def test_groups_of_equal_shapes_keep_their_options(self):
-        options = {"lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "nesterov": False}
-        options |= {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 100.0}
-        options |= {"foreach": False, "adjust_lr_fn": "match_rms_adamw"}
-        each = [{}, {"ns_algorithm": "gram"}, {"ns_algorithm": "symmetric"}]
-        each += [{name: value} for name, value in options.items()]
-        count = 2 * len(each)
-        groups = [{"params": [i, count + i], **own} for i, own in enumerate(each * 2)]
-        shapes, given = [(4, 9)] * 2 * count, {"groups": groups, "foreach": True}
+        options = [
+            {},
+            {"ns_algorithm": "gram"},
+            {"ns_algorithm": "symmetric"},
+            {"lr": 0.5},
+            {"weight_decay": 0.5},
+            {"momentum": 0.5},
+            {"nesterov": False},
+            {"ns_steps": 3},
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            {"eps": 100.0},
+            {"foreach": False},
+            {"adjust_lr_fn": "match_rms_adamw"},
+        ]
+        # Two groups with the same options, of two matrices each, far from each other.
+        count = 2 * len(options)
+        groups = []
+        for index, own in enumerate(options * 2):
+            groups.append({"params": [index, count + index], **own})
+        shapes = [(4, 9)] * 2 * count
+        given = {"groups": groups, "foreach": True}
         with NewtonSchulzCalls():
             for dtype in (torch.float32, torch.bfloat16):
-                self.assert_same_training(shapes, Muon, "auto", dtype=dtype, **given)
+                with self.subTest(dtype=dtype):
+                    self.assert_same_training(
+                        shapes, Muon, "auto", dtype=dtype, **given
+                    )
 
     def test_foreach_with_a_config(self):
         # Four buckets of four matrices.
         shapes = [(4, 6)] * 16
         for foreach in (None, False, True):
-            options = {"distributed_config": "auto", "foreach": foreach}
-            optimizer = Muon(make_params(*shapes), **options)
-            with NewtonSchulzCalls() as calls:
-                optimizer.step()
-            self.assertEqual(calls.shapes, shapes)
-            self.assertEqual(calls.batches, [(4, 4, 6)] * 4 if foreach else [])
-            # On an accelerator, None batches too.
-            formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
-            size = formulas.batch_size((4, 6), torch.device("cuda"))
-            self.assertEqual(size > 1, foreach is not False)
+            with self.subTest(foreach=foreach):
+                options = {"distributed_config": "auto", "foreach": foreach}
+                optimizer = Muon(make_params(*shapes), **options)
+                with NewtonSchulzCalls() as calls:
+                    optimizer.step()
+                self.assertEqual(calls.shapes, shapes)
+                self.assertEqual(calls.batches, [(4, 4, 6)] * 4 if foreach else [])
+                # On an accelerator, None batches too.
+                formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
+                size = formulas.batch_size((4, 6), torch.device("cuda"))
+                self.assertEqual(size > 1, foreach is not False)
         groups = [
             {"params": make_params(*shapes[:8]), "foreach": foreach}
             for foreach in (True, False)
@@ -237,9 +289,10 @@ class TestMuonErrors(MuonTestCase):
     def test_configs_of_another_kind(self):
         cases = ({}, "dict"), (create_auto_config, "function"), ("Auto", "'Auto'")
         for wrong, words in cases:
-            pattern = rf'DistributedConfig or "auto" but is {words}'
-            with self.assertRaisesRegex(TypeError, pattern):
-                Muon(make_params((4, 4)), distributed_config=wrong)
+            with self.subTest(wrong=wrong):
+                pattern = rf'DistributedConfig or "auto" but is {words}'
+                with self.assertRaisesRegex(TypeError, pattern):
+                    Muon(make_params((4, 4)), distributed_config=wrong)
 
     def config_for_two(self, assign_fn):
         return local_config(assign_fn, state={"rank": 0, "world_size": 2})
@@ -264,22 +317,29 @@ class TestMuonErrors(MuonTestCase):
             ({2: [], 0: [0, 1]}, ValueError, "rank 2.*0 to 1"),
             ({-1: [0, 1]}, ValueError, "rank -1"),
         ):
-            config = self.config_for_two(lambda params, state, given=assignments: given)
-            with self.assertRaisesRegex(kind, pattern):
-                Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+            with self.subTest(assignments=assignments, kind=kind):
+                config = self.config_for_two(
+                    lambda params, state, given=assignments: given
+                )
+                with self.assertRaisesRegex(kind, pattern):
+                    Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
         for dims in ({0: 3}, -3, 7):
-            config = create_auto_config(tp_process_group=None, tp_dim_per_param=dims)
-            for call in (
-                lambda: config.gather_fn(param, 0, config.state),
-                lambda: config.redistribute_fn(param, 0, config.state),
-                lambda: config.assign_fn([param], config.state),
-                lambda: Muon([param], distributed_config=config),
-            ):
-                with self.assertRaisesRegex(IndexError, "parameter 0"):
-                    call()
+            with self.subTest(dims=dims):
+                config = create_auto_config(
+                    tp_process_group=None, tp_dim_per_param=dims
+                )
+                for call in (
+                    lambda: config.gather_fn(param, 0, config.state),
+                    lambda: config.redistribute_fn(param, 0, config.state),
+                    lambda: config.assign_fn([param], config.state),
+                    lambda: Muon([param], distributed_config=config),
+                ):
+                    with self.subTest(call=call):
+                        with self.assertRaisesRegex(IndexError, "parameter 0"):
+                            call()
         config = create_auto_config(tp_dim_per_param={1: 3})
         self.assertIs(config.gather_fn(param, 0, config.state), param)
         config.state["current_param_idx"] = 1
@@ -300,7 +360,7 @@ class TestAssignments(MuonTestCase):
         seen = []
 
         def assign_fn(params, state):
-            seen.append([tuple(p.shape) for p in params])
+            seen.append([tuple(param.shape) for param in params])
             return all_to(3)(params, state)
 
         first, second, third = make_params((2, 2), (3, 3), (4, 4))
@@ -311,20 +371,22 @@ class TestAssignments(MuonTestCase):
         self.assertEqual(seen, [[(3, 3), (2, 2)], [(3, 3), (2, 2), (4, 4)]])
         self.assertEqual(optimizer.current_rank, 2)
         for name in ("assignments", "current_rank"):
-            with self.assertRaises(AttributeError):
-                setattr(optimizer, name, 1)
+            with self.subTest(name=name):
+                with self.assertRaises(AttributeError):
+                    setattr(optimizer, name, 1)
         optimizer.assignments[3].append(7)
         self.assertEqual(optimizer.assignments, {3: [0, 1, 2]})
 
     def test_tied_weights_count_over_all_groups(self):
         first, second, third = make_params((4, 6), (6, 4), (5, 5))
         for make in (local_config, *FACTORIES):
-            optimizer = Muon([first], distributed_config=make())
-            optimizer.add_param_group({"params": [second]})
-            pattern = "parameter 2 and parameter 3 are the"
-            with self.assertWarns(UserWarning):
-                with self.assertRaisesRegex(ValueError, pattern):
-                    optimizer.add_param_group({"params": [third, third]})
+            with self.subTest(make=make):
+                optimizer = Muon([first], distributed_config=make())
+                optimizer.add_param_group({"params": [second]})
+                pattern = "parameter 2 and parameter 3 are the"
+                with self.assertWarns(UserWarning):
+                    with self.assertRaisesRegex(ValueError, pattern):
+                        optimizer.add_param_group({"params": [third, third]})
 
     def test_add_param_group(self):
         shapes = [(4, 6), (6, 4), (5, 5)]
@@ -337,25 +399,26 @@ class TestAssignments(MuonTestCase):
         expected = None
         makes = (lambda: None), local_config, create_dtensor_config, with_own_gather
         for make in makes:
-            params, config = make_params(*shapes), make()
-            optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
-            optimizer.step()
-            if config is not None:
-                # A group that is refused changes nothing.
-                working = config.assign_fn
-                config.assign_fn = lambda params, state: {0: [0, 1]}
-                with self.assertRaisesRegex(AssertionError, "missing"):
-                    optimizer.add_param_group({"params": params[2:]})
-                self.assertEqual(optimizer.assignments, {0: [0, 1]})
-                config.assign_fn = working
-            # The factory's redistribute_fn had forgotten the parameters that stay.
-            with self.assertRaisesRegex(ValueError, "only supports 2D"):
-                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-            optimizer.step()
-            optimizer.add_param_group({"params": params[2:], "lr": 0.5})
-            optimizer.step()
-            expected = expected or [p.detach() for p in params]
-            self.assert_same_bits(params, expected)
+            with self.subTest(make=make):
+                params, config = make_params(*shapes), make()
+                optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
+                optimizer.step()
+                if config is not None:
+                    # A group that is refused changes nothing.
+                    working = config.assign_fn
+                    config.assign_fn = lambda params, state: {0: [0, 1]}
+                    with self.assertRaisesRegex(AssertionError, "missing"):
+                        optimizer.add_param_group({"params": params[2:]})
+                    self.assertEqual(optimizer.assignments, {0: [0, 1]})
+                    config.assign_fn = working
+                # The factory's redistribute_fn had forgotten the parameters that stay.
+                with self.assertRaisesRegex(ValueError, "only supports 2D"):
+                    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+                optimizer.step()
+                optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+                optimizer.step()
+                expected = expected or [param.detach() for param in params]
+                self.assert_same_bits(params, expected)
 
 
 class TestCopies(MuonTestCase):
@@ -363,20 +426,22 @@ class TestCopies(MuonTestCase):
         duplicates = copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))
         configs = local_config, create_dtensor_config
         for make, duplicate in itertools.product(configs, duplicates):
-            optimizer = Muon(make_params((2, 3)), distributed_config=make())
-            optimizer.step()
-            duplicated = duplicate(optimizer)
-            public = {name for name in vars(optimizer) if not name.startswith("_")}
-            self.assertLessEqual(public, vars(duplicated).keys())
-            for one in (duplicated, duplicate(duplicated)):
+            with self.subTest(make=make, duplicate=duplicate):
+                optimizer = Muon(make_params((2, 3)), distributed_config=make())
+                optimizer.step()
+                duplicated = duplicate(optimizer)
+                public = {name for name in vars(optimizer) if not name.startswith("_")}
+                self.assertLessEqual(public, vars(duplicated).keys())
+                for one in (duplicated, duplicate(duplicated)):
+                    with self.subTest(one=one):
+                        with self.assertRaisesRegex(RuntimeError, "distributed_config"):
+                            one.step()
+                # Loading a checkpoint does not make it forget.
+                duplicated.load_state_dict(optimizer.state_dict())
                 with self.assertRaisesRegex(RuntimeError, "distributed_config"):
-                    one.step()
-            # Loading a checkpoint does not make it forget.
-            duplicated.load_state_dict(optimizer.state_dict())
-            with self.assertRaisesRegex(RuntimeError, "distributed_config"):
-                duplicated.step()
-            # The original does not mind.
-            optimizer.step()
+                    duplicated.step()
+                # The original does not mind.
+                optimizer.step()
 
 
 class TestReplaced(MuonTestCase):
@@ -406,8 +471,10 @@ class TestReplaced(MuonTestCase):
                 replace(optimizer, params)
 
         for factory in FACTORIES:
-            for change, before in itertools.product((replace, fill), (0, 1)):
-                self.train(factory, change, before)
+            with self.subTest(factory=factory):
+                for change, before in itertools.product((replace, fill), (0, 1)):
+                    with self.subTest(change=change, before=before):
+                        self.train(factory, change, before)
 
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""
@@ -420,28 +487,38 @@ class TestReplaced(MuonTestCase):
                 second[key].insert(0, first[key].pop())
 
         for factory in FACTORIES:
-            self.train(factory, move)
+            with self.subTest(factory=factory):
+                self.train(factory, move)
 
     def test_parameters_come_and_go(self):
         *params, new, last = make_params(*[(4, 4)] * 5)
         config = create_auto_config(expert_assignments={2: 7})
         ours = Muon(params, distributed_config=config)
         now = ours.param_groups[0]["params"]
-        for change, moving, places in (
-            (lambda: now.pop(0), params[1], [1]),
-            (now.pop, params[1], []),
-            (lambda: now.append(new), new, []),
-            (lambda: now.append(last), last, []),
-            (lambda: now.append(params[2]), params[2], [3]),
+        for name, change, moving, places in (
+            ("the first one goes", lambda: now.pop(0), params[1], [1]),
+            ("the last one goes", now.pop, params[1], []),
+            ("another one comes", lambda: now.append(new), new, []),
+            ("one more comes", lambda: now.append(last), last, []),
+            ("one comes again", lambda: now.append(params[2]), params[2], [3]),
         ):
-            before = moving.detach().clone()
-            self.assertEqual(ours.step(lambda change=change: (change(), 3.5)[1]), 3.5)
-            self.assertNotEqual(moving, before)
-            keys = [layout.key for layout in ours._engine.schedule.layouts]
-            self.assertEqual([k.index for k in keys if k.expert == 7], places)
+
+            def closure(change=change):
+                change()
+                return 3.5
+
+            with self.subTest(name):
+                before = moving.detach().clone()
+                self.assertEqual(ours.step(closure), 3.5)
+                self.assertNotEqual(moving, before)
+                found = []
+                for layout in ours._engine.schedule.layouts:
+                    if layout.key.expert == 7:
+                        found.append(layout.key.index)
+                self.assertEqual(found, places)
 
     def test_replaced_before_a_group_is_added(self):
-        named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]
+        named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]
         ours = Muon(named, distributed_config=create_dtensor_config())
         params = ours.param_groups[0]["params"]
         for param in params:
@@ -480,185 +557,9 @@ class TestReplaced(MuonTestCase):
         region = Region(0, 0, 4, 8, 0, 8)
         self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))
         for local in (torch.ones(3, 8), torch.ones(31)):
-            with self.assertRaisesRegex(ValueError, "does not hold"):
-                region.of_local(local)
-
-
-class TestUserFunctions(MuonTestCase):
-    def test_functions_that_communicate_nothing(self):
-        # By their updates they move only what their own rank owns.
-        written = local_config(
-            lambda params, state: {0: [0, 2], 1: [1]},
-            state={"rank": 1, "world_size": 2},
-        )
-        # A factory's config for another framework.
-        adapted = create_dtensor_config()
-        adapted.state.update(written.state)
-        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
-            setattr(adapted, name, getattr(written, name))
-        for config in (written, adapted):
-            params = make_params((4, 6), (6, 4), (3, 3))
-            before = [p.detach().clone() for p in params]
-            options = {"lr": 0.5, "weight_decay": 0.1}
-            optimizer = Muon(params, distributed_config=config, **options)
-            optimizer.step()
-            alone = nn.Parameter(before[1].clone())
-            alone.grad = params[1].grad
-            Muon([alone], **options).step()
-            decayed = [old * (1 - 0.5 * 0.1) for old in before]
-            self.assert_same_bits(params, [decayed[0], alone, decayed[2]])
-            # Momentum is everybody's.
-            for param in params:
-                buffer = optimizer.state[param]["momentum_buffer"]
-                self.assertEqual(buffer, 0.05 * param.grad)
-        # The factory's assign_fn sees only this process.
-        adapted.assign_fn = create_dtensor_config().assign_fn
-        optimizer = Muon(params, distributed_config=adapted)
-        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
-
-    def test_sequence_of_calls(self):
-        calls, owner_of = [], [1, 0, 1, 1]
-
-        def noted(kind, tensor, rank, state):
-            index = state["current_param_idx"]
-            calls.append((kind, index))
-            self.assertEqual([rank, state["current_owner"]], [owner_of[index]] * 2)
-            return tensor
-
-        for prefetch_count in (0, 1, 5):
-            config = DistributedConfig(
-                lambda params, state: {1: [0, 2, 3], 0: [1]},
-                functools.partial(noted, "gather"),
-                functools.partial(noted, "redistribute"),
-                {"rank": 0, "world_size": 2},
-                prefetch_count=prefetch_count,
-            )
-            params = make_params(*[(2, 3)] * 4)
-            # Whether there are gradients does not change the sequence.
-            params[1].grad = params[2].grad = None
-            expected = [("gather", k) for k in range(min(prefetch_count + 1, 4))]
-            for k in range(4):
-                expected.append(("redistribute", k))
-                if k + prefetch_count + 1 < 4:
-                    expected.append(("gather", k + prefetch_count + 1))
-            # Debugging keeps the order of the indices.
-            for is_parallel in (True, False):
-                calls.clear()
-                config.async_gpu_parallelism = is_parallel
-                Muon(params, distributed_config=config).step()
-                self.assertEqual(calls, expected)
-
-    def test_what_is_gathered_may_be_written(self):
-        def gather(piece, rank, state):
-            whole = piece.clone()
-            piece.fill_(float("nan"))
-            return whole
-
-        config = local_config()
-        config.gather_fn = gather
-        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
-            options = {"dtype": dtype, "nesterov": nesterov}
-            self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
-
-    def test_no_gradient(self):
-        pieces, config = [], local_config()
-        config.gather_fn = lambda piece, *_: pieces.append(piece.clone()) or piece + 1
-        config.redistribute_fn = lambda full, rank, state: full + 100
-        (param,) = make_params((3, 4))
-        grad = param.grad
-        optimizer = Muon([param], distributed_config=config)
-        for given in (None, grad, None):
-            before = param.detach().clone()
-            param.grad = given
-            optimizer.step()
-            self.assertEqual(torch.equal(param, before), given is None)
-        self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
-
-    def test_what_ranks_other_than_the_owner_get(self):
-        # A rank of a framework that holds two rows of eight. The scale is that of the whole.
-        def moved(gathered, state, adjust_lr_fn):
-            fulls = []
-
-            def redistribute(full, rank, state):
-                fulls.append(full)
-                return torch.ones(2, 2)
-
-            state = {"rank": 0, "world_size": 4, **state}
-            config = local_config(all_to(1), state=state)
-            config.gather_fn = lambda piece, rank, state: gathered
-            config.redistribute_fn = redistribute
-            param = nn.Parameter(torch.zeros(2, 2))
-            param.grad = torch.ones(2, 2)
-            options = {"adjust_lr_fn": adjust_lr_fn, "distributed_config": config}
-            Muon([param], lr=0.5, weight_decay=0.0, **options).step()
-            (full,) = fulls
-            if gathered is None:
-                self.assertIsNone(full)
-            else:
-                self.assertEqual(full.float(), torch.zeros(8, 2))
-            return -param.detach()[0, 0].item()
-
-        rms = 0.2 * 8**0.5
-        cases = ("original", 2.0), ("match_rms_adamw", rms), ("spectral_unclamped", 2.0)
-        for adjust_lr_fn, ratio in cases:
-            expected = 0.5 * ratio
-            self.assertEqual(moved(torch.ones(8, 2), {}, adjust_lr_fn), expected)
-            given = {"global_shapes": {0: (8, 2)}}
-            self.assertEqual(moved(None, given, adjust_lr_fn), expected)
-        with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
-            self.assertEqual(moved(None, {}, "original"), 0.5)
-
-    def test_errors_of_the_functions(self):
-        for gather, redistribute, words in (
-            (lambda t, r, s: None, lambda t, r, s: t, "gather_fn returned None"),
-            (lambda t, r, s: [t], lambda t, r, s: t, "gather_fn returned a list"),
-            (lambda t, r, s: t, lambda t, r, s: None, "redistribute_fn returned None"),
-            (lambda t, r, s: t, lambda t, r, s: 3, "redistribute_fn returned int"),
-            (lambda t, r, s: t, lambda t, r, s: t[:1], r"shape \(1, 3\)"),
-            (lambda t, r, s: t, lambda t, r, s: t.T, r"shape \(3, 2\)"),
-        ):
-            config = local_config()
-            model = nn.Linear(3, 2, bias=False)
-            model.weight.grad = torch.ones(2, 3)
-            before = model.weight.detach().clone()
-            config.gather_fn, config.redistribute_fn = gather, redistribute
-            optimizer = Muon(model.named_parameters(), distributed_config=config)
-            with self.assertRaisesRegex(RuntimeError, words) as seen:
-                optimizer.step()
-            self.assertIn("parameter 0 'weight'", str(seen.exception))
-            self.assertIn("(2, 3)", str(seen.exception))
-            self.assert_same_bits([model.weight], [before])
-            self.assertNotIn("current_owner", config.state)
-
-    def test_state_after_a_step(self):
-        config = local_config(state={"mine": 1})
-        working, fails = config.redistribute_fn, False
-
-        def redistribute(full, rank, state):
-            if fails:
-                raise KeyboardInterrupt
-            return working(full, rank, state)
-
-        config.redistribute_fn = redistribute
-        optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-        # The engine restores a value that the user had set, after an error too.
-        for given in ({"mine": 1}, {"mine": 1, "current_param_idx": 7}):
-            config.state.update(given)
-            optimizer.step()
-            self.assertEqual(config.state, given)
-            fails = True
-            with self.assertRaises(KeyboardInterrupt):
-                optimizer.step()
-            self.assertEqual(config.state, given)
-            fails = False
-        before = optimizer.param_groups[0]["params"][0].detach().clone()
-        optimizer.step()
-        self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
-        # The functions are read when Muon is built.
-        config.redistribute_fn = working
-        pattern = "redistribute_fn of the config changed"
-        with self.assertRaisesRegex(ValueError, pattern):
-            optimizer.step()
+            with self.subTest(local=local):
+                with self.assertRaisesRegex(ValueError, "does not hold"):
+                    region.of_local(local)
 
 
 if __name__ == "__main__":

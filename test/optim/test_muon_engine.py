@@ -25,7 +25,8 @@ if dist.is_available():
         device_of,
         DTensorLayouts,
     )
-    from torch.optim._muon_engine.layouts.groups import _LocalReader, GroupsReader
+    from torch.optim._muon_engine.layouts.groups import GroupsReader
+    from torch.optim._muon_engine.layouts.pieces import LocalPieces
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -43,22 +44,29 @@ class TestCover(TestCase):
         check_cover(layout)
 
     def test_no_tilings(self):
-        for pattern, *pieces in (
-            ("hold 12 of 24 elements", rows_of((4, 6), 0, 2)),
-            ("hold 12 of 24", rows_of((4, 6), 0, 2), ()),
-            ("of 24", rows_of((4, 6), 0, 1), rows_of((4, 6), 2, 4)),
-            ("hold 0 of 24", ()),
-            ("overlap", rows_of((4, 6), 0, 3), rows_of((4, 6), 2, 4)),
+        def rows(start, stop):
+            return rows_of((4, 6), start, stop)
+
+        for name, pieces, text in (
+            ("half of the rows", [rows(0, 2)], "hold 12 of 24 elements"),
+            ("an empty shard", [rows(0, 2), ()], "hold 12 of 24"),
+            ("a gap", [rows(0, 1), rows(2, 4)], "of 24"),
+            ("nothing", [()], "hold 0 of 24"),
+            ("a row twice", [rows(0, 3), rows(2, 4)], "overlap"),
             # As many elements as the matrix has, but other ones.
-            ("overlap", rows_of((4, 6), 0, 2), rows_of((4, 6), 1, 3)),
-            ("hold 24 of 24", rows_of((4, 6), 0, 2), rows_of((4, 6), 3, 5)),
-            ("overlap", (Region(0, 0, 2, 6, 0, 6), Region(1, 0, 2, 6, 12, 6))),
-            ("of 24", (Region(0, 1, 4, 6, 0, 6),)),
+            ("a row twice, and one missing", [rows(0, 2), rows(1, 3)], "overlap"),
+            ("rows beyond the end", [rows(0, 2), rows(3, 5)], "hold 24 of 24"),
+            (
+                "a row twice on one rank",
+                [(Region(0, 0, 2, 6, 0, 6), Region(1, 0, 2, 6, 12, 6))],
+                "overlap",
+            ),
+            ("columns beyond the end", [(Region(0, 1, 4, 6, 0, 6),)], "of 24"),
         ):
-            with self.assertRaisesRegex(
-                ValueError, rf"parameter 3 'w' of shape \(4, 6\).*{pattern}.*made up"
-            ):
-                self.check(*pieces)
+            pattern = rf"parameter 3 'w' of shape \(4, 6\).*{text}.*made up"
+            with self.subTest(name):
+                with self.assertRaisesRegex(ValueError, pattern):
+                    self.check(*pieces)
         with self.assertRaisesRegex(ValueError, "12 of 24"):
             whole, half = rows_of((4, 6), 0, 4), rows_of((4, 6), 0, 2)
             self.check(whole, half, contributions=(0, 1))
@@ -67,17 +75,22 @@ class TestCover(TestCase):
 class TestOwners(TestCase):
     def test_ties(self):
         # The rank that receives fewest bytes, whatever the framework's order of ranks.
-        pieces = rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8)
-        for turn in (1, -1):
-            shards = Shards((4, 9)[::turn], pieces[::turn])
-            layout = Layout(Key(0), (8, 8), torch.float32, shards)
-            self.assertEqual(assign_owners([layout]), [9])
+        few, many = rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8)
+        for shards in (Shards((4, 9), (few, many)), Shards((9, 4), (many, few))):
+            with self.subTest(ranks=shards.ranks):
+                layout = Layout(Key(0), (8, 8), torch.float32, shards)
+                self.assertEqual(assign_owners([layout]), [9])
         # With equal bytes, the first one from where the last optimizer over these ranks stopped.
-        shards = Shards((4, 6, 8), (rows_of((8, 8), 0, 8),) * 3)
-        layouts = [Layout(Key(i), (8, 8), torch.float32, shards) for i in range(2)]
-        for start, owners in enumerate(([4, 6], [6, 8], [8, 4])):
-            found = assign_owners(layouts, lambda group, start=start: start)
-            self.assertEqual(found, owners)
+        whole = rows_of((8, 8), 0, 8)
+        shards = Shards((4, 6, 8), (whole, whole, whole))
+        layouts = [
+            Layout(Key(0), (8, 8), torch.float32, shards),
+            Layout(Key(1), (8, 8), torch.float32, shards),
+        ]
+        for start, owners in ((0, [4, 6]), (1, [6, 8]), (2, [8, 4])):
+            with self.subTest(start=start):
+                found = assign_owners(layouts, lambda group, start=start: start)
+                self.assertEqual(found, owners)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -127,9 +140,9 @@ class TestDTensorLayouts(TestCase):
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)
         dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
-        reader = _LocalReader(GroupsReader({}))
+        collector = GroupsReader({})._collector(LocalPieces({}, None), None)
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
-            reader._tp_of_spec(Key(0), "weight", dtensor._spec)
+            collector.tp_of_spec(0, "weight", dtensor._spec)
 
     def test_meshes_of_different_device_types(self):
         self.as_rank(0, 2)

@@ -14,18 +14,21 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 FOLDER = Path(torch.optim.__file__).parent / "_muon_engine"
 ENGINE = "torch.optim._muon_engine"
+# The rules about models. They may read what the layouts know of parameters.
+MODELS = "torch.optim._muon_models"
 # The parts of the engine. Each may import those before it, and those of its own row.
 ROWS = [
     {"config"},
     {"process_groups"},
+    {"store"},
     {"agreement"},
     {"layouts"},
     {"schedule"},
     {"runtime"},
-    {"hints"},
     {"factory", "functions"},
-    {"describe"},
+    {"building", "changes"},
     {"engine"},
+    {"functional"},
 ]
 # Names that only the layouts may know.
 OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "placements"}
@@ -33,15 +36,15 @@ OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "placements"}
 
 def row_of(module):
     part = module.removeprefix(ENGINE).lstrip(".").partition(".")[0]
-    return next(i for i, row in enumerate(ROWS) if part in row)
+    return next(index for index, row in enumerate(ROWS) if part in row)
 
 
-def modules():
-    """Module of the engine -> its syntax tree, and the package that relative imports start from."""
-    found = {}
-    for path in sorted(FOLDER.rglob("*.py")):
-        *folders, file = path.relative_to(FOLDER).with_suffix("").parts
-        package = ".".join([ENGINE, *folders])
+def modules(root=ENGINE):
+    """Module of the package ``root`` -> its syntax tree, and the package that relative imports start from."""
+    found, root_folder = {}, FOLDER.with_name(root.rpartition(".")[2])
+    for path in sorted(root_folder.rglob("*.py")):
+        *folders, file = path.relative_to(root_folder).with_suffix("").parts
+        package = ".".join([root, *folders])
         name = package if file == "__init__" else f"{package}.{file}"
         found[name] = ast.parse(path.read_text()), package
     return found
@@ -76,11 +79,40 @@ class TestMuonImports(TestCase):
         self.assertEqual({row_of(name) for name in known}, set(range(len(ROWS))))
         for name, (tree, package) in known.items():
             imports = imports_of(tree, package)
-            above = ("torch.optim._muon.", "torch.optim.muon")
-            self.assertFalse([i for i in imports if f"{i}.".startswith(above)], name)
+            above = ("torch.optim._muon.", "torch.optim.muon", MODELS)
+            upwards = [each for each in imports if f"{each}.".startswith(above)]
+            self.assertEqual(upwards, [], name)
             graph[name] = imports & known.keys() - {name}
             for other in graph[name]:
                 self.assertLessEqual(row_of(other), row_of(name), f"{name}: {other}")
+        # Raises if there is a circle.
+        TopologicalSorter(graph).prepare()
+
+    def test_only_functions_of_muon_import_the_rules_about_models(self):
+        for path in FOLDER.parent.glob("*muon*.py"):
+            tree = ast.parse(path.read_text())
+            importers = {
+                getattr(node, "name", "")
+                for node in tree.body
+                if any(name.startswith(MODELS) for name in imports_of(node))
+            }
+            expected = set()
+            if path.name == "muon.py":
+                expected = {"partition_named_parameters", "split_of"}
+            self.assertEqual(importers, expected, path.name)
+
+    def test_rules_about_models_import_one_way(self):
+        known, graph = modules(MODELS), {}
+        (docstring,) = known[MODELS][0].body
+        self.assertIsInstance(docstring.value, ast.Constant)
+        allowed = (MODELS, "torch.optim._muon_split", f"{ENGINE}.layouts")
+        allowed += (f"{ENGINE}.process_groups",)
+        for name, (tree, package) in known.items():
+            imports = imports_of(tree, package)
+            ours = {found for found in imports if found.startswith("torch.optim")}
+            ours -= {"torch.optim", ENGINE}
+            self.assertEqual([i for i in ours if not i.startswith(allowed)], [], name)
+            graph[name] = imports & known.keys() - {name}
         # Raises if there is a circle.
         TopologicalSorter(graph).prepare()
 
@@ -92,13 +124,14 @@ class TestMuonImports(TestCase):
         """Factories, and a Muon with a config, import what they need."""
         config = f"{ENGINE}.config"
         for name in ("_muon", "_newton_schulz", "muon", "_muon_engine/config"):
-            tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
-            kinds = ast.Import, ast.ImportFrom
-            loaded = [node for node in tree.body if isinstance(node, kinds)]
-            for found in imports_of(ast.Module(loaded, [])):
-                if not found.startswith(config):
-                    pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
-                    self.assertNotRegex(found, pattern)
+            with self.subTest(name=name):
+                tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
+                kinds = ast.Import, ast.ImportFrom
+                loaded = [node for node in tree.body if isinstance(node, kinds)]
+                for found in imports_of(ast.Module(loaded, [])):
+                    if not found.startswith(config):
+                        pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
+                        self.assertNotRegex(found, pattern)
 
     def test_only_layouts_know_frameworks(self):
         for name, (tree, _) in modules().items():

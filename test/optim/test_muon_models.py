@@ -4,11 +4,11 @@
 These models are built and named as those of well-known packages.
 """
 
-import contextlib
 import itertools
 import unittest
 import warnings
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.dtensor import placed_like
+from torch.optim._muon_engine.layouts.fitting import placed_like
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -43,19 +43,124 @@ if dist.is_available():
     from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
+WIDTH, VOCABULARY = 8, 20
+# The splits of two layers of attention with four features.
+TWO_FUSED = {"0.in_proj_weight": (4, 4, 4), "1.in_proj_weight": (4, 4, 4)}
+
+FEW_ROWS = "output head: few rows"
+OUTPUT_HEAD = "output head"
+TABLE = "table, bias or scale"
+VOCABULARY_HEAD = "output head: as many rows as an embedding"
+
+
+def linear(rows, columns=WIDTH):
+    return nn.Linear(columns, rows, bias=False)
+
+
+def tree(parts):
+    """Nested modules: a dict's keys and a list's indices are the parts of names."""
+    if isinstance(parts, dict):
+        return nn.ModuleDict({name: tree(part) for name, part in parts.items()})
+    if isinstance(parts, list):
+        return nn.ModuleList(map(tree, parts))
+    return parts
+
+
+def lora(base):
+    """The structure of PEFT's LoRA around a layer."""
+    return {
+        "base_layer": base,
+        "lora_A": {"default": linear(2, base.in_features)},
+        "lora_B": {"default": linear(base.out_features, 2)},
+    }
+
+
+def modules_to_save(base, copy):
+    """The structure of PEFT's modules_to_save."""
+    return {"original_module": base, "modules_to_save": {"default": copy}}
+
+
+def printed(model, **options):
+    """The lines that are printed, and the result."""
+    with mock.patch("builtins.print") as printer:
+        result = partition_named_parameters(model, verbose=True, **options)
+    return [call.args[0] for call in printer.call_args_list], result
+
+
+class Bare(nn.Module):
+    """Parameters of this module itself."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+def known(class_name, weight, shape, **attributes):
+    """A module of a class of this name and package."""
+    package, _, name = class_name.rpartition(".")
+    known_class = type(name, (Bare,), {"__module__": package or "models"})
+    layer, _, parameter = weight.rpartition(".")
+    if layer:
+        module = known_class()
+        setattr(module, layer, Bare(**{parameter: shape}))
+    else:
+        module = known_class(**{parameter: shape})
+    module.__dict__.update(attributes)
+    return module
+
+
+class Layer(NamedTuple):
+    """A layer, and why its parameters do not go to Muon: one reason, or one for each name. "" if they do."""
+
+    modules: Any
+    reason: str | dict[str, str]
+
+
+def hidden(modules):
+    return Layer(modules, "")
+
+
+def rest(modules, reason):
+    return Layer(modules, reason)
+
+
+def without_reasons(part, prefix, expected):
+    """The modules in nested dicts and lists of layers. Adds the reason of each parameter to ``expected``."""
+    if isinstance(part, dict):
+        return {
+            name: without_reasons(inner, f"{prefix}{name}.", expected)
+            for name, inner in part.items()
+        }
+    if isinstance(part, list):
+        return [
+            without_reasons(inner, f"{prefix}{index}.", expected)
+            for index, inner in enumerate(part)
+        ]
+    for name, _ in tree(part.modules).named_parameters():
+        reason = part.reason
+        if isinstance(reason, dict):
+            reason = reason[name]
+        expected[f"{prefix}{name}"] = reason
+    return part.modules
+
+
 class TestModels(MuonTestCase):
     def test_partition_parameters(self):
-        model = nn.Sequential(
+        untied = nn.Sequential(
             nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3)
         )
-        tied = nn.Sequential(*model, nn.Linear(3, 5, bias=False))
+        tied = nn.Sequential(*untied, nn.Linear(3, 5, bias=False))
         tied[-1].weight = tied[0].weight
-        for one in (model, tied):
-            matrices, others = partition_parameters(one)
-            self.assertEqual([tuple(p.shape) for p in matrices], [(5, 3), (4, 3)])
-            self.assertEqual([p.ndim for p in others], [1, 1, 1, 3, 1])
-            self.assertEqual({*matrices, *others}, {*model.parameters()})
-            Muon(matrices)
+        for kind, model in (("untied", untied), ("tied", tied)):
+            with self.subTest(kind):
+                matrices, others = partition_parameters(model)
+                shapes = [tuple(matrix.shape) for matrix in matrices]
+                self.assertEqual(shapes, [(5, 3), (4, 3)])
+                dimensions = [parameter.ndim for parameter in others]
+                self.assertEqual(dimensions, [1, 1, 1, 3, 1])
+                self.assertEqual({*matrices, *others}, {*model.parameters()})
+                Muon(matrices)
 
     def test_detect_tp_dims(self):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False))
@@ -72,28 +177,43 @@ class TestModels(MuonTestCase):
             model[1].weight.partition_dim = -1
             self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
 
-    def test_parameters_without_data(self):
-        """Parameters on the meta device, and fake ones, as torch.export makes them."""
+    def assert_step_keeps_kind(self, param, config):
+        """The momentum of a parameter without data is of its kind, too."""
+        param.grad = torch.empty_like(param)
+        optimizer = Muon([param], distributed_config=config)
+        optimizer.step()
+        buffer = optimizer.state[param]["momentum_buffer"]
+        self.assertIs(type(buffer), type(param.data))
+        self.assertEqual(buffer.device, param.device)
+
+    def test_parameters_on_the_meta_device(self):
+        param = nn.Parameter(torch.empty(3, 4, device="meta"))
+        for config in (
+            None,
+            create_dtensor_config(),
+            create_auto_config(),
+            local_config(),
+        ):
+            with self.subTest(config=config):
+                self.assert_step_keeps_kind(param, config)
+
+    def test_fake_parameters(self):
+        """As torch.export makes them."""
         mode = FakeTensorMode()
-        meta = nn.Parameter(torch.empty(3, 4, device="meta"))
-        fake = nn.Parameter(mode.from_tensor(torch.ones(3, 4)))
-        configs = (None, create_dtensor_config(), create_auto_config(), local_config())
-        for param in (meta, fake):
-            for config in configs if param is meta else (None, local_config()):
-                with mode if param is fake else contextlib.nullcontext():
-                    param.grad = torch.empty_like(param)
-                    optimizer = Muon([param], distributed_config=config)
-                    optimizer.step()
-                buffer = optimizer.state[param]["momentum_buffer"]
-                self.assertIs(type(buffer), type(param.data))
-                self.assertEqual(buffer.device, param.device)
+        param = nn.Parameter(mode.from_tensor(torch.ones(3, 4)))
+        for config in (None, local_config()):
+            with self.subTest(config=config), mode:
+                self.assert_step_keeps_kind(param, config)
 
     def test_batches_are_of_one_device(self):
         """Without ``foreach``, accelerators batch the matrices of a stack, and CPUs do not."""
-        devices = {"cpu": 4, "meta": 5}
-        matrices = [nn.Parameter(torch.ones(3, 4, device=at)) for at in devices]
+        matrices = [
+            nn.Parameter(torch.ones(3, 4, device="cpu")),
+            nn.Parameter(torch.ones(3, 4, device="meta")),
+        ]
         stacks = [
-            nn.Parameter(torch.ones(2, 3, n, device=at)) for at, n in devices.items()
+            nn.Parameter(torch.ones(2, 3, 4, device="cpu")),
+            nn.Parameter(torch.ones(2, 3, 5, device="meta")),
         ]
         for param in matrices + stacks:
             param.grad = torch.empty_like(param)
@@ -111,41 +231,50 @@ class TestDTensorsOnOneRank(MuonTestCase):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.addCleanup(dist.destroy_process_group)
         self.mesh = DeviceMesh("cpu", [0])
+        self.cpu = torch.device("cpu")
 
     def test_round_trip(self):
         params = [
             distribute_tensor(torch.randn(5, 3), self.mesh, [placement])
             for placement in (Shard(0), Shard(1), Replicate())
         ]
-        for make in (create_dtensor_config, create_auto_config):
-            config = make()
+        vector = distribute_tensor(torch.ones(3), self.mesh, [Shard(0)])
+        for factory in (create_dtensor_config, create_auto_config):
+            config = factory()
             config.assign_fn(params, config.state)
             for index, param in enumerate(params):
-                config.state["current_param_idx"] = index
-                full = config.gather_fn(param, 0, config.state)
-                self.assertNotIsInstance(full, DTensor)
-                piece = config.redistribute_fn(full, 0, config.state)
-                self.assertEqual(piece.placements, param.placements)
-                self.assertEqual(piece.shape, param.shape)
-                self.assert_same_bits([piece.to_local()], [param.to_local()])
-            with self.assertRaisesRegex(ValueError, "given None outside of step"):
-                config.redistribute_fn(None, 0, config.state)
-            vector = distribute_tensor(torch.ones(3), self.mesh, [Shard(0)])
-            with self.assertRaisesRegex(ValueError, "only supports 2D"):
-                config.assign_fn([vector], config.state)
+                with self.subTest(factory=factory, placements=param.placements):
+                    config.state["current_param_idx"] = index
+                    full = config.gather_fn(param, 0, config.state)
+                    self.assertNotIsInstance(full, DTensor)
+                    piece = config.redistribute_fn(full, 0, config.state)
+                    self.assertEqual(piece.placements, param.placements)
+                    self.assertEqual(piece.shape, param.shape)
+                    self.assert_same_bits([piece.to_local()], [param.to_local()])
+            with self.subTest(factory=factory):
+                with self.assertRaisesRegex(ValueError, "given None outside of step"):
+                    config.redistribute_fn(None, 0, config.state)
+                with self.assertRaisesRegex(ValueError, "only supports 2D"):
+                    config.assign_fn([vector], config.state)
 
     def test_momentum_on_another_mesh(self):
-        meshes = (DeviceMesh("cpu", [0], mesh_dim_names=(name,)) for name in "ab")
-        tensors = [DTensor.from_local(torch.ones(2, 2), mesh) for mesh in meshes]
+        tensors = []
+        for dimension_name in ("a", "b"):
+            mesh = DeviceMesh("cpu", [0], mesh_dim_names=(dimension_name,))
+            tensors.append(DTensor.from_local(torch.ones(2, 2), mesh))
         self.assertFalse(placed_like(*tensors))
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
-        rows, columns, whole = Shard(0), Shard(1), Replicate()
-        placed = (rows, columns), (columns, rows), (whole, Shard(-1)), (columns, whole)
         params = [
             distribute_tensor(torch.randn(4, 6), mesh, placements)
-            for placements in (*placed, (whole, whole))
+            for placements in (
+                (Shard(0), Shard(1)),
+                (Shard(1), Shard(0)),
+                (Replicate(), Shard(-1)),
+                (Shard(1), Replicate()),
+                (Replicate(), Replicate()),
+            )
         ]
         plain = torch.randn(2, 2)
         with warnings.catch_warnings():
@@ -172,60 +301,85 @@ class TestDTensorsOnOneRank(MuonTestCase):
         model["tied"].weight = model["embedding"].weight
         # FSDP2 changes the types of modules, and FSDP1 their names.
         fully_shard(model["positions"])
-        device = torch.device("cpu")
-        model["hidden"] = FSDP(model["hidden"], device_id=device, use_orig_params=True)
+        model["hidden"] = FSDP(
+            model["hidden"], device_id=self.cpu, use_orig_params=True
+        )
         lines, (matrices, others) = printed(model, exclude=["rout*"])
         self.assertEqual([name for name, _ in matrices], ["hidden.weight"])
-        rest = ["embedding", "positions", "hidden.bias", "router", "conv", "lm_head"]
-        for start, (name, _) in zip(rest, others, strict=True):
-            self.assertTrue(name.startswith(start), name)
-        self.assertEqual({p for _, p in matrices + others}, {*model.parameters()})
-        first, last = ["embedding"] * 2, ["1D", "excluded", "3D", "output head"]
-        words = [line.rpartition("> ")[2].removeprefix("rest: ") for line in lines]
-        self.assertEqual(words, [*first, "Muon", *last])
+        self.assertEqual(
+            [name for name, _ in others],
+            [
+                "embedding.weight",
+                "positions.weight",
+                "hidden.bias",
+                "router.weight",
+                "conv.weight",
+                "lm_head.weight",
+            ],
+        )
+        parameters = {parameter for _, parameter in matrices + others}
+        self.assertEqual(parameters, {*model.parameters()})
+        self.assertEqual(
+            lines,
+            [
+                "embedding.weight (5, 3) -> rest: embedding",
+                "positions.weight (6, 3) -> rest: embedding",
+                "hidden.weight (4, 3) -> Muon",
+                "hidden.bias (4,) -> rest: 1D",
+                "router.weight (2, 3) -> rest: excluded",
+                "conv.weight (2, 4, 3) -> rest: 3D",
+                "lm_head.weight (5, 3) -> rest: output head",
+            ],
+        )
 
     def test_flat_parameter_of_an_embedding_and_a_matrix(self):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
-        model = FSDP(model, device_id=torch.device("cpu"))
+        model = FSDP(model, device_id=self.cpu)
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
             partition_named_parameters(model)
-        # The other optimizer takes a table and a norm in one flat parameter.
+
+    def test_flat_parameter_of_tables(self):
+        """The other optimizer takes a table and a norm in one flat parameter."""
         tables = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
-        matrices, others = partition_named_parameters(
-            FSDP(tables, device_id=torch.device("cpu"))
+        matrices, others = partition_named_parameters(FSDP(tables, device_id=self.cpu))
+        self.assertEqual(matrices, [])
+        self.assertEqual(len(others), 1)
+
+    def two_attentions(self, use_orig_params):
+        layers = [nn.MultiheadAttention(4, 2, bias=False) for _ in range(2)]
+        return FSDP(
+            nn.Sequential(*layers),
+            device_id=self.cpu,
+            use_orig_params=use_orig_params,
         )
-        self.assertEqual((len(matrices), len(others)), (0, 1))
 
-    def test_flat_parameters_with_splits(self):
-        def layers():
-            return (nn.MultiheadAttention(4, 2, bias=False) for _ in range(2))
+    def test_flat_parameter_with_splits(self):
+        model = self.two_attentions(use_orig_params=False)
+        splits = split_of(model)
+        self.assertEqual(splits, TWO_FUSED)
+        pattern = r"with other splits.*Muon, split \(4, 4, 4\)"
+        with self.assertRaisesRegex(ValueError, pattern):
+            partition_named_parameters(model, split=splits)
+        same = {"*in_proj_weight": (8, 4), "*out_proj.weight": [8, 4]}
+        (group,), _ = partition_named_parameters(model, split=same)
+        self.assertEqual(group["split"], (8, 4))
 
-        device, kinds = torch.device("cpu"), ("in_proj_weight", "out_proj.weight")
-        names = [f"{i}.{kind}" for i in (0, 1) for kind in kinds]
-        for use_orig_params in (False, True):
-            options = {"device_id": device, "use_orig_params": use_orig_params}
-            model = FSDP(nn.Sequential(*layers()), **options)
-            splits = split_of(model)
-            self.assertEqual(splits, dict.fromkeys(names[::2], (4, 4, 4)))
-            if not use_orig_params:
-                pattern = r"with other splits.*Muon, split \(4, 4, 4\)"
-                with self.assertRaisesRegex(ValueError, pattern):
-                    partition_named_parameters(model, split=splits)
-                same = {"*in_proj_weight": (8, 4), "*out_proj.weight": [8, 4]}
-                ((group,), _) = partition_named_parameters(model, split=same)
-                self.assertEqual(group["split"], (8, 4))
-                continue
-            fused, whole = partition_named_parameters(model, split=splits)[0]
-            self.assertEqual([name for name, _ in fused["params"]], names[::2])
-            self.assertEqual([name for name, _ in whole["params"]], names[1::2])
+    def test_original_parameters_with_splits(self):
+        model = self.two_attentions(use_orig_params=True)
+        splits = split_of(model)
+        self.assertEqual(splits, TWO_FUSED)
+        (fused, whole), _ = partition_named_parameters(model, split=splits)
+        names = [name for name, _ in fused["params"]]
+        self.assertEqual(names, ["0.in_proj_weight", "1.in_proj_weight"])
+        names = [name for name, _ in whole["params"]]
+        self.assertEqual(names, ["0.out_proj.weight", "1.out_proj.weight"])
 
     def test_splits_of_wrapped_layers(self):
         model = nn.Sequential(*(nn.MultiheadAttention(4, 2) for _ in range(2)))
         model[0] = checkpoint_wrapper(model[0])
         for layer in model:
             fully_shard(layer, mesh=self.mesh)
-        names = [f"{i}.in_proj_weight" for i in (0, 1)]
-        self.assertEqual(split_of(model), dict.fromkeys(names, (4, 4, 4)))
+        self.assertEqual(split_of(model), TWO_FUSED)
         groups, _ = partition_named_parameters(model, split=split_of(model))
         Muon(groups, distributed_config="auto")
 
@@ -236,371 +390,178 @@ class TestDTensorsOnOneRank(MuonTestCase):
             ".*distribute_module"
         )
         for config in (None, create_dtensor_config(), create_auto_config()):
-            layers = [nn.Linear(4, rows, bias=False) for rows in (4, 6)]
-            model, weight = nn.Sequential(*layers), layers[1].weight
-            weight.data = distribute_tensor(weight.data, self.mesh, [Shard(0)])
-            for params in (model.parameters(), model.named_parameters()):
+            with self.subTest(config=config):
+                good, bad = linear(4, 4), linear(6, 4)
+                bad.weight.data = distribute_tensor(
+                    bad.weight.data, self.mesh, [Shard(0)]
+                )
+                model = nn.Sequential(good, bad)
                 with self.assertRaisesRegex(ValueError, pattern):
-                    Muon(params, distributed_config=config)
-            optimizer = Muon(model[0].parameters(), distributed_config=config)
-            with self.assertRaisesRegex(ValueError, pattern):
-                optimizer.add_param_group({"params": [weight]})
+                    Muon(model.parameters(), distributed_config=config)
+                with self.assertRaisesRegex(ValueError, pattern):
+                    Muon(model.named_parameters(), distributed_config=config)
+                optimizer = Muon(good.parameters(), distributed_config=config)
+                with self.assertRaisesRegex(ValueError, pattern):
+                    optimizer.add_param_group({"params": [bad.weight]})
 
 
-WIDTH, VOCABULARY = 8, 20
-
-
-def linear(rows, columns=WIDTH):
-    return nn.Linear(columns, rows, bias=False)
-
-
-def tree(parts):
-    """Nested modules: a dict's keys and a list's indices are the parts of names."""
-    if isinstance(parts, dict):
-        return nn.ModuleDict({name: tree(part) for name, part in parts.items()})
-    return nn.ModuleList(map(tree, parts)) if isinstance(parts, list) else parts
-
-
-def lora(base):
-    """The structure of PEFT's LoRA around a layer."""
-    down, up = linear(2, base.in_features), linear(base.out_features, 2)
-    adapters = {"lora_A": {"default": down}, "lora_B": {"default": up}}
-    return {"base_layer": base, **adapters}
-
-
-def modules_to_save(base, copy):
-    """The structure of PEFT's modules_to_save."""
-    return {"original_module": base, "modules_to_save": {"default": copy}}
-
-
-def printed(model, **options):
-    """The lines that are printed, and the result."""
-    with mock.patch("builtins.print") as said:
-        found = partition_named_parameters(model, verbose=True, **options)
-    return [call.args[0] for call in said.call_args_list], found
-
-
-class Bare(nn.Module):
-    """Parameters of this module itself."""
-
-    def __init__(self, **shapes):
-        super().__init__()
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-
-# The config of Megatron's attention.
-HEADS = {"num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 4}
-
-
-def known(kind, weight, shape, **attributes):
-    """A module of a class of this name and package."""
-    package, _, name = kind.rpartition(".")
-    made = type(name, (Bare,), {"__module__": package or "models"})()
-    layer, _, leaf = weight.rpartition(".")
-    made.__dict__.update(attributes)
-    if layer:
-        setattr(made, layer, Bare(**{leaf: shape}))
-    else:
-        made.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
-    return made
-
-
-def flags(is_transposed, is_concatenated):
-    return {"is_transposed": is_transposed, "is_concatenated": is_concatenated}
-
-
-def new(architecture, multi_query):
-    return {"new_decoder_architecture": architecture, "multi_query": multi_query}
-
-
-@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-class TestPartition(TestCase):
+class PartitionTestCase(TestCase):
     def reasons(self, parts, **options):
         """Name -> why it does not go to Muon; "" if it does. The lists agree with what is printed."""
         lines, (matrices, others) = printed(tree(parts), **options)
-        lines = [line.partition(" -> ") for line in lines]
-        found = {line.partition(" ")[0]: why for line, _, why in lines}
-        hidden = [n for n, why in found.items() if why.startswith("Muon")]
-        self.assertEqual(hidden, [*dict(matrices)])
-        self.assertEqual([n for n in found if n not in hidden], [*dict(others)])
-        return {
-            name: "" if name in hidden else why.removeprefix("rest: ")
-            for name, why in found.items()
-        }
+        reasons, hidden_names, other_names = {}, [], []
+        for line in lines:
+            named, _, destination = line.partition(" -> ")
+            name, _, _ = named.partition(" ")
+            if destination.startswith("Muon"):
+                reasons[name] = ""
+                hidden_names.append(name)
+            else:
+                reasons[name] = destination.removeprefix("rest: ")
+                other_names.append(name)
+        self.assertEqual([name for name, _ in matrices], hidden_names)
+        self.assertEqual([name for name, _ in others], other_names)
+        return reasons
 
-    def expect(self, parts):
-        """Each part is a pair: a module, and why its weights do not go to Muon, by name if there are several."""
+    def expect(self, layers):
+        """Each parameter goes where its layer says."""
         expected = {}
+        parts = without_reasons(layers, "", expected)
+        self.assertEqual(self.reasons(parts), expected)
 
-        def plain(part, name):
-            if isinstance(part, (dict, list)):
-                pairs = part.items() if isinstance(part, dict) else enumerate(part)
-                made = {key: plain(value, f"{name}{key}.") for key, value in pairs}
-                return made if isinstance(part, dict) else [*made.values()]
-            layer, why = part
-            for key, _ in tree(layer).named_parameters():
-                reason = why if isinstance(why, str) else why[key]
-                expected[f"{name}{key}"] = reason
-            return layer
 
-        model = plain(parts, "")
-        self.assertEqual(self.reasons(model), expected)
-
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestPartition(PartitionTestCase):
     def test_exclude_takes_one_pattern(self):
         model = {"router": linear(3), "up": linear(16), "out": linear(8, 16)}
         for exclude in ("up.*", ("up.weight",), ["u?.*"]):
-            found = self.reasons(model, exclude=exclude)
-            self.assertEqual(found["up.weight"], "excluded")
-            self.assertEqual(found["out.weight"], "")
+            with self.subTest(exclude=exclude):
+                reasons = self.reasons(model, exclude=exclude)
+                self.assertEqual(reasons["up.weight"], "excluded")
+                self.assertEqual(reasons["out.weight"], "")
 
     def test_exclude_that_matches_nothing(self):
         block = {"mlp": {"gate_router": linear(3), "up": linear(16)}}
         model = tree({"layers": [block, block]})
-        # All names of a stack are equally near, so one pattern stands for them.
+        # All names of a stack are equally near, so the error lists them as one pattern.
         near = r"'gate_ruoter.weight'.*near names.*'layers\.\*\.mlp\.gate_router\.w"
         for exclude in ("gate_ruoter.weight", ["*.up.*", "gate_ruoter.weight"]):
-            with self.assertRaisesRegex(ValueError, near):
-                partition_named_parameters(model, exclude=exclude)
+            with self.subTest(exclude=exclude):
+                with self.assertRaisesRegex(ValueError, near):
+                    partition_named_parameters(model, exclude=exclude)
 
     def test_exclude_matches_through_wrappers(self):
         model = tree({"layers": [{"up": linear(16)}, {"up": linear(16)}]})
         model.layers[0] = torch.compile(checkpoint_wrapper(model.layers[0]))
         compiled = torch.compile(model)
-        name = "_orig_mod.layers.0._orig_mod.up.weight"
-        for pattern in ("layers.0.up.weight", name):
-            matrices, others = partition_named_parameters(compiled, exclude=pattern)
-            self.assertEqual([n for n, _ in others], [name])
-            self.assertEqual([n for n, _ in matrices], ["_orig_mod.layers.1.up.weight"])
-
-    def test_vocabulary_is_an_output_head(self):
-        head = "output head: as many rows as an embedding"
-        for last in (linear(VOCABULARY), lora(linear(VOCABULARY))):
-            model = {
-                "token": (nn.Embedding(VOCABULARY, WIDTH), "embedding"),
-                # A table of as many positions as layers are wide does not make them heads.
-                "position": (nn.Embedding(WIDTH, WIDTH), "embedding"),
-                "block": ({"up": linear(16), "down": linear(WIDTH, 16)}, ""),
-                # The next token, and those after it.
-                "more": ([linear(VOCABULARY), linear(VOCABULARY)], head),
-                "to_words": (last, head),
-            }
-            self.expect(model)
-
-    def test_vocabulary_that_is_a_width_too(self):
-        token = nn.Embedding(VOCABULARY, WIDTH)
-        fused = [{"w12": linear(VOCABULARY), "net": [linear(VOCABULARY)]} for _ in "ab"]
-        mlp = {"up": linear(VOCABULARY), "down": linear(WIDTH, VOCABULARY)}
-        for hidden in ({"blocks": fused}, {"block": mlp}):
-            model = {"token": token, **hidden, "fc": linear(VOCABULARY)}
-            rest = [name for name, why in self.reasons(model).items() if why]
-            self.assertEqual(rest, ["token.weight", "fc.weight"])
-
-    def test_few_rows_at_the_end_are_an_output_head(self):
-        few = "output head: few rows"
-        block = {"up": linear(16), "down": linear(WIDTH, 16)}
-        # A layer takes eight outputs, and three are too many for 16 columns.
-        for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
-            for end in linear(rows, columns), lora(linear(rows, columns)):
-                self.expect({"block": (block, ""), "summary": (end, why)})
-        self.expect({"kv": [(linear(2, 16), ""), (linear(2, 16), "")]})
-
-    def test_heads_in_any_order(self):
-        """Only the last matrix was looked at, so that the order of registration decided."""
-        few = "output head: few rows"
-        parts = {
-            "actor": (linear(6, 64), few),
-            "critic_values": (linear(3, 64), few),
-            # An MLP for boxes. Its last layer alone gives an output.
-            "box": ([linear(64, 64), linear(64, 64)], ""),
-            "to_box": (
-                [linear(64, 64), linear(4, 64)],
-                {"0.weight": "", "1.weight": few},
-            ),
-            "blocks": (
-                [{"up": linear(128, 64), "down": linear(64, 128)} for _ in "ab"],
-                "",
-            ),
-            # A bottleneck.
-            "small": ({"down": linear(2, 64), "up": linear(64, 2)}, ""),
-        }
-        for order in itertools.permutations(parts):
-            self.expect({name: parts[name] for name in order})
-
-    def test_heads_that_give_what_the_first_layer_takes(self):
-        """Diffusion: the size of the patches, or of what the first layer takes, made the head a hidden layer."""
-        few = "output head: few rows"
-        blocks = [{"down": linear(8, 64), "up": linear(64, 8)} for _ in "ab"]
-        parts = {
-            "time": ([linear(64, 16), linear(64, 64)], ""),
-            "embedder": (linear(64, 4), ""),
-            "blocks": (blocks, ""),
-            "proj_out": (nn.Linear(64, 4), {"weight": few, "bias": "1D"}),
-            "ada_norm": (linear(192, 64), ""),
-            # Layers in blocks take its rows.
-            "bottleneck": (linear(8, 64), ""),
-        }
-        self.expect(parts)
-        # Convolutions take and give channels. The size of a kernel is no number of features.
-        patches = nn.Conv2d(4, 64, 3, bias=False), "4D"
-        self.expect({**parts, "embedder": patches})
-        more = {
-            "classes": (linear(3, 64), few),
-            "last": (nn.Conv2d(64, 64, 3, bias=False), "4D"),
-        }
-        self.expect({**parts, "embedder": patches, **more})
-        # An autoencoder: a hidden layer takes the latents, which come before it.
-        inner = {"first": (linear(64, 32), ""), "latents": (linear(4, 64), "")}
-        self.expect(
-            {**inner, "second": (linear(64, 4), ""), "last": (linear(32, 64), "")}
-        )
-        # An embedding gives features too, so a layer that takes as many is no first layer.
-        token = nn.Embedding(30, 8), "embedding"
-        wide = {"widen": (linear(64, 8), ""), "narrow": (linear(8, 64), "")}
-        self.expect({"token": token, **wide})
-
-    def test_few_rows_inside_blocks(self):
-        """Blocks of two kinds have a single layer each, and some have lists of one block."""
-        parts = {
-            "layers": [
-                {"gate": (linear(2, 16), ""), "up": (linear(16, 16), "")},
-                {"other": (linear(3, 24), ""), "up": (linear(24, 16), "")},
-            ],
-            "end": (linear(16, 24), ""),
-        }
-        self.expect(parts)
-        # The last matrix: a list of MLPs, which may all be the same.
-        boxes = [(linear(16, 16), ""), (linear(2, 16), "output head: few rows")]
-        self.expect({**parts, "box_embed": [boxes]})
-
-    def test_last_matrix_of_a_convolutional_model(self):
-        """timm's last_linear and classif, which have many rows."""
-
-        def convolutions():
-            channels = (3, 8), (8, 16), (16, 64)
-            return [(nn.Conv2d(n, m, 3, bias=False), "4D") for n, m in channels]
-
-        why = "output head: no convolution takes its rows"
-        gate = {"down": (linear(8, 16), ""), "up": (linear(16, 8), "")}
-        features = {
-            "features": convolutions(),
-            "gate": gate,
-            "qkv": (linear(48, 64), ""),
-        }
-        features["last"] = linear(40, 64), why
-        with self.subTest("few matrices"):
-            self.expect({"more": convolutions(), **features})
-        features["last"] = linear(40, 64), ""
-        with self.subTest("many matrices"):
-            self.expect(features)
+        for pattern in (
+            "layers.0.up.weight",
+            "_orig_mod.layers.0._orig_mod.up.weight",
+        ):
+            with self.subTest(pattern):
+                matrices, others = partition_named_parameters(compiled, exclude=pattern)
+                ((name, _),) = others
+                self.assertEqual(name, "_orig_mod.layers.0._orig_mod.up.weight")
+                ((name, _),) = matrices
+                self.assertEqual(name, "_orig_mod.layers.1.up.weight")
 
     def test_few_rows_in_muon_are_marked(self):
         parts = {
             "kv": [linear(2, 16), linear(2, 16)],
             "qkv": [linear(2, 32), linear(2, 32)],
+            "adapted": lora(linear(16, 16)),
         }
-        parts |= {"adapted": lora(linear(16, 16))}
         lines, _ = printed(tree(parts), split={"qkv.*": (1, 1)})
-        marked = [
-            line.partition(" ")[0] for line in lines if line.endswith(", few rows")
-        ]
         self.assertEqual(
-            marked, ["kv.0.weight", "kv.1.weight", "qkv.0.weight", "qkv.1.weight"]
+            lines,
+            [
+                "kv.0.weight (2, 16) -> Muon, left whole: named like a fused weight, few rows",
+                "kv.1.weight (2, 16) -> Muon, left whole: named like a fused weight, few rows",
+                "qkv.0.weight (2, 32) -> Muon, split (1, 1), few rows",
+                "qkv.1.weight (2, 32) -> Muon, split (1, 1), few rows",
+                "adapted.base_layer.weight (16, 16) -> Muon",
+                "adapted.lora_A.default.weight (2, 16) -> Muon",
+                "adapted.lora_B.default.weight (16, 2) -> Muon",
+            ],
         )
 
-    def test_hidden_layers_in_a_module_named_like_a_head(self):
-        """RT-DETR's query_pos_head embeds boxes. It takes four features, which no hidden layer gives."""
-        parts = {
-            "query_pos_head": ([linear(64, 4), linear(32, 64)], ""),
-            "reward_head": ([linear(32, 32), linear(32, 32)], "output head: in reward_head"),
-            "lm_heads": ([linear(320, 32), linear(320, 32)], "output head: in lm_heads"),
-            "enc_class_embed": ([linear(2, 32), linear(2, 32)], "output head: in enc_class_embed"),
-            "boxes": ([linear(32, 32), linear(4, 32)], {"0.weight": "", "1.weight": "output head: few rows"}),
-        }  # fmt: skip
-        boxes = {"boxes": parts.pop("boxes")}
-        for order in itertools.permutations(parts):
-            self.expect({name: parts[name] for name in order} | boxes)
+    def test_tied_layer_before_the_embedding(self):
+        """Then the weight has the name of the layer."""
+        model = tree({"first": linear(VOCABULARY), "token": nn.Embedding(20, 8)})
+        model["first"].weight = model["token"].weight
+        lines, _ = printed(model)
+        self.assertEqual(lines, ["first.weight (20, 8) -> rest: embedding"])
 
     def test_kernels_without_matrices(self):
         """torch said "optimizer got an empty parameter list"."""
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten())
-        model.append(nn.Linear(8, 5))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 5)
+        )
         pattern = (
             r"no hidden matrix, but kernels: 0\.weight, 1\.weight\. .*flatten=True"
         )
         for split in (None, {}):
-            with self.assertWarnsRegex(UserWarning, pattern):
-                matrices, _ = partition_named_parameters(model, split=split)
-            self.assertEqual(matrices, [])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            partition_named_parameters(nn.Linear(8, 1))
-            model.append(nn.Linear(5, 5))
-            partition_named_parameters(model)
+            with self.subTest(split=split):
+                with self.assertWarnsRegex(UserWarning, pattern):
+                    matrices, _ = partition_named_parameters(model, split=split)
+                self.assertEqual(matrices, [])
 
-    def test_layers_in_a_module_named_like_a_head(self):
-        def two():
-            return {"dense": linear(8), "out_proj": linear(2)}
-
-        within, is_one = "output head: in classifier", "output head"
-        model = {
-            # BERT's layers, several heads of attention, and Perceiver's attention outside of blocks.
-            "layer": [({"output": {"dense": linear(8)}, "heads": [linear(8)]}, "")],
-            "pool": ({"output": {"dense": linear(8)}}, ""),
-            "fc": (linear(8), ""),
-            "classifier": (modules_to_save(two(), two()), within),
-            "score": (modules_to_save(linear(2), linear(2)), is_one),
-            "lm_head": (lora(linear(30)), is_one),
-            "output": (linear(30), is_one),
-            "qa_outputs": (linear(2), is_one),
-            "head_dist": (linear(30), is_one),
-            "heads_dist": ([linear(30), linear(30)], "output head: in heads_dist"),
-            # DETR has one for each layer of its decoder.
-            "class_embed": ([linear(2), linear(2)], "output head: in class_embed"),
-            "lm_heads": ([linear(30), linear(30)], "output head: in lm_heads"),
-        }
-        self.expect(model)
-        # RWKV's and others' attention in a block; torchtitan's head is outside of blocks.
-        model = {
-            "blocks": [({"output": linear(8)}, "")],
-            "output": (linear(30), is_one),
-            "fc": (linear(5), is_one),
-        }
-        self.expect(model)
+    def test_no_warning_about_kernels(self):
+        convolutional = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 5)
+        )
+        convolutional.append(nn.Linear(5, 5))
+        for kind, model in (
+            ("neither a matrix nor a kernel", nn.Linear(8, 1)),
+            ("a matrix and kernels", convolutional),
+        ):
+            with self.subTest(kind), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                partition_named_parameters(model)
 
     def test_adapters_of_embeddings(self):
-        adapters = {
+        adapted = {
             "base_layer": nn.Embedding(20, 8),
             "lora_embedding_A": Bare(default=(2, 20)),
         }
-        model = {"token": (adapters, "embedding"), "query": (lora(linear(8)), "")}
-        self.expect(model)
+        self.expect(
+            {"token": rest(adapted, "embedding"), "query": hidden(lora(linear(8)))}
+        )
 
     def test_gains_and_gates(self):
-        hidden = parametrizations.weight_norm(nn.Linear(8, 6, bias=False))
-        norm, one_row = "parametrizations.weight.original", "one row or column"
-        gates = dict.fromkeys(("weight_ih_l0", "weight_hh_l0"), "gates of LSTM")
-        model = {
-            "gain": (hidden, {f"{norm}0": one_row, f"{norm}1": ""}),
-            "value_of": (linear(1), one_row),
-            "lstm": (
-                nn.LSTM(8, 4, bias=False, proj_size=2),
-                gates | {"weight_hr_l0": ""},
-            ),
-            "cell": (nn.GRUCell(8, 4, bias=False), "gates of GRUCell"),
-            # It has no gates, so each weight is one matrix.
-            "rnn": (nn.RNN(8, 4, bias=False), ""),
-        }
-        self.expect(model)
+        self.expect(
+            {
+                "gain": rest(
+                    parametrizations.weight_norm(nn.Linear(8, 6, bias=False)),
+                    {
+                        "parametrizations.weight.original0": "one row or column",
+                        "parametrizations.weight.original1": "",
+                    },
+                ),
+                "value_of": rest(linear(1), "one row or column"),
+                "lstm": rest(
+                    nn.LSTM(8, 4, bias=False, proj_size=2),
+                    {
+                        "weight_ih_l0": "gates of LSTM",
+                        "weight_hh_l0": "gates of LSTM",
+                        "weight_hr_l0": "",
+                    },
+                ),
+                "cell": rest(nn.GRUCell(8, 4, bias=False), "gates of GRUCell"),
+                # It has no gates, so each weight is one matrix.
+                "rnn": hidden(nn.RNN(8, 4, bias=False)),
+            }
+        )
 
-    def test_routers(self):
-        stacks = Bare(gate_up_proj=(4, 16, 8), gate_up_proj_bias=(4, 16))
-        # The experts are parameters of the module that has the router's, too.
-        own = Bare(gating=(4, 8), w1=(4, 16, 8))
-        model = {
+    def models_with_experts(self):
+        return {
             "listed": {"gate": linear(4), "experts": [linear(16) for _ in range(4)]},
-            "stacked": {"gate": lora(linear(4)), "experts": stacks},
-            "own": own,
+            "stacked": {
+                "gate": lora(linear(4)),
+                "experts": Bare(gate_up_proj=(4, 16, 8), gate_up_proj_bias=(4, 16)),
+            },
+            # The experts are parameters of the module that has the router's, too.
+            "own": Bare(gating=(4, 8), w1=(4, 16, 8)),
             "named": {"router": {"layer": linear(3)}},
             # It has rows for two shared experts, too.
             "shared": {
@@ -612,257 +573,935 @@ class TestPartition(TestCase):
             # The gate of a gated MLP, next to a convolution with as many channels.
             "mlp": {"gate": linear(4), "conv": nn.Conv1d(8, 4, 3, bias=False)},
         }
-        found = self.reasons(model)
-        routers = [name for name, why in found.items() if why == "router"]
-        parts = "base_layer", "lora_A.default", "lora_B.default"
-        adapted = [f"stacked.gate.{part}.weight" for part in parts]
-        expected = ["listed.gate.weight", *adapted, "own.gating"]
-        expected += ["named.router.layer.weight", "shared.gate.weight"]
-        self.assertEqual(routers, expected)
-        found = self.reasons(model, allow_batched_matrices=True)
-        self.assertEqual(found["shared.experts.up"], "")
-        self.assertEqual(found["mlp.gate.weight"], "")
-        self.assertEqual(found["listed.experts.0.weight"], "")
-        biases = found["stacked.experts.gate_up_proj_bias"]
-        self.assertEqual(biases, "table, bias or scale")
+
+    def test_routers(self):
+        reasons = self.reasons(self.models_with_experts())
+        self.assertEqual(
+            [name for name, reason in reasons.items() if reason == "router"],
+            [
+                "listed.gate.weight",
+                "stacked.gate.base_layer.weight",
+                "stacked.gate.lora_A.default.weight",
+                "stacked.gate.lora_B.default.weight",
+                "own.gating",
+                "named.router.layer.weight",
+                "shared.gate.weight",
+            ],
+        )
+
+    def test_experts(self):
+        reasons = self.reasons(self.models_with_experts(), allow_batched_matrices=True)
+        self.assertEqual(reasons["stacked.experts.gate_up_proj"], "")
+        self.assertEqual(reasons["stacked.experts.gate_up_proj_bias"], TABLE)
+        self.assertEqual(reasons["own.w1"], "")
+        self.assertEqual(reasons["shared.experts.up"], "")
+        self.assertEqual(reasons["mlp.gate.weight"], "")
+        self.assertEqual(reasons["listed.experts.0.weight"], "")
+
+    def test_router_in_the_module_around_the_experts(self):
+        class Experts(Bare):
+            def __init__(self):
+                super().__init__(gating=(4, 8))
+                self.experts = Bare(w1=(4, 16, 8))
+
+        reasons = self.reasons({"layers": [Experts(), Experts()]})
+        self.assertEqual(reasons["layers.0.gating"], "router")
+        self.assertEqual(reasons["layers.1.gating"], "router")
+
+    def test_routers_have_fewer_rows_than_columns(self):
+        model = {"gate": linear(8), "experts": [linear(16) for _ in range(8)]}
+        self.assertEqual(self.reasons(model)["gate.weight"], "")
+
+    def test_part_of_the_experts(self):
+        """With expert parallelism, a rank has the experts of its part, and the rows of the router for all."""
+        model = {"router": linear(6), "mlp": Bare(w1=(3, 12, 8), others=(4, 12, 8))}
+        reasons = self.reasons(model, allow_batched_matrices=True)
+        self.assertEqual(reasons["mlp.w1"], "")
+        self.assertEqual(reasons["mlp.others"], "3D")
+
+    def test_experts_by_name(self):
+        """The router has rows for shared experts, too."""
+        model = {"router": linear(6), "experts": Bare(up=(4, 12, 8))}
+        reasons = self.reasons(model, allow_batched_matrices=True)
+        self.assertEqual(reasons["experts.up"], "")
+
+    def test_scalar_in_a_model_with_experts(self):
+        """It raised IndexError: experts were looked for in a stack of no dimensions."""
+        model = {"router": linear(4), "experts": Bare(up=(4, 12, 8), temperature=())}
+        reasons = self.reasons(model, allow_batched_matrices=True)
+        self.assertEqual(reasons["experts.up"], "")
+        self.assertEqual(reasons["experts.temperature"], "0D")
 
     def test_parameters_without_a_layer(self):
-        names = (
-            *("pos_embed", "relative_position_bias_table", "rel_pos_h", "latents"),
-            *("attention_biases", "register_tokens", "A_log", "latent_query"),
-            *("layer_scale", "gamma"),
+        tables = (
+            "pos_embed",
+            "relative_position_bias_table",
+            "rel_pos_h",
+            "latents",
+            "attention_biases",
+            "register_tokens",
+            "A_log",
+            "latent_query",
+            "layer_scale",
+            "gamma",
         )
-        matrices = "in_proj_weight", "w1", "post_proj", "latent_proj"
-        bare = Bare(**dict.fromkeys((*names, *matrices), (6, 8)))
-        table = "table, bias or scale"
-        why = dict.fromkeys(names, table) | dict.fromkeys(matrices, "")
-        # A table in a class of its own, and a linear layer for relative positions.
-        own = (Bare(weight=(6, 8)), table)
-        # A gain for each head, whatever the name of the layer.
-        norms = nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))
-        model = {"block": (bare, why), "position_embeddings": own}
-        model |= {"ln": (norms[0], table), "q": (norms[1], table)}
-        # A table of a module that is named like one, and learned queries.
-        model["pos_embed"] = Bare(height_rel=(6, 8)), table
-        model["projector"] = (
-            Bare(query=(6, 8), query_proj=(8, 8)),
-            {"query": table, "query_proj": ""},
+        for name in tables:
+            with self.subTest(name):
+                self.expect({"block": rest(Bare(**{name: (6, 8)}), TABLE)})
+        for name in ("in_proj_weight", "w1", "post_proj", "latent_proj"):
+            with self.subTest(name):
+                self.expect({"block": hidden(Bare(**{name: (6, 8)}))})
+
+    def test_tables_by_the_names_of_modules(self):
+        self.expect(
+            {
+                # A table in a class of its own.
+                "position_embeddings": rest(Bare(weight=(6, 8)), TABLE),
+                # A gain for each head, whatever the name of the layer.
+                "ln": rest(nn.LayerNorm((6, 8), bias=False), TABLE),
+                "q": rest(nn.RMSNorm((6, 8)), TABLE),
+                # A table of a module that is named like one.
+                "pos_embed": rest(Bare(height_rel=(6, 8)), TABLE),
+                # Learned queries.
+                "projector": rest(
+                    Bare(query=(6, 8), query_proj=(8, 8)),
+                    {"query": TABLE, "query_proj": ""},
+                ),
+                # Linear layers, of which two are for relative positions.
+                "linear_pos": hidden(linear(6)),
+                "pos_proj": rest(
+                    parametrizations.weight_norm(linear(6)),
+                    {
+                        "parametrizations.weight.original0": "one row or column",
+                        "parametrizations.weight.original1": "",
+                    },
+                ),
+                "query": hidden(linear(8)),
+            }
         )
-        self.expect({**model, "linear_pos": (linear(6), ""), "query": (linear(8), "")})
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestOutputHeads(PartitionTestCase):
+    def test_vocabulary_is_an_output_head(self):
+        for kind, last in (
+            ("plain", linear(VOCABULARY)),
+            ("adapted", lora(linear(VOCABULARY))),
+        ):
+            with self.subTest(kind):
+                self.expect(
+                    {
+                        "token": rest(nn.Embedding(VOCABULARY, WIDTH), "embedding"),
+                        # A table of as many positions as layers are wide does not make them heads.
+                        "position": rest(nn.Embedding(WIDTH, WIDTH), "embedding"),
+                        "block": hidden({"up": linear(16), "down": linear(WIDTH, 16)}),
+                        # The next token, and those after it.
+                        "more": rest(
+                            [linear(VOCABULARY), linear(VOCABULARY)], VOCABULARY_HEAD
+                        ),
+                        "to_words": rest(last, VOCABULARY_HEAD),
+                    }
+                )
+
+    def test_vocabulary_that_is_the_width_of_layers_in_blocks(self):
+        def block():
+            return {"w12": linear(VOCABULARY), "net": [linear(VOCABULARY)]}
+
+        self.expect(
+            {
+                "token": rest(nn.Embedding(VOCABULARY, WIDTH), "embedding"),
+                "blocks": hidden([block(), block()]),
+                "fc": rest(linear(VOCABULARY), OUTPUT_HEAD),
+            }
+        )
+
+    def test_vocabulary_that_is_the_width_of_an_mlp(self):
+        self.expect(
+            {
+                "token": rest(nn.Embedding(VOCABULARY, WIDTH), "embedding"),
+                "block": hidden(
+                    {"up": linear(VOCABULARY), "down": linear(WIDTH, VOCABULARY)}
+                ),
+                "fc": rest(linear(VOCABULARY), OUTPUT_HEAD),
+            }
+        )
+
+    def test_few_rows_at_the_end_are_an_output_head(self):
+        for rows, columns, reason in (
+            (2, 16, FEW_ROWS),
+            # A layer takes eight features.
+            (8, 64, ""),
+            # Eight columns for each row are needed.
+            (2, 15, ""),
+            (3, 16, ""),
+        ):
+            for kind, last in (
+                ("plain", linear(rows, columns)),
+                ("adapted", lora(linear(rows, columns))),
+            ):
+                with self.subTest(kind, rows=rows, columns=columns):
+                    self.expect(
+                        {
+                            "block": hidden({"up": linear(16), "down": linear(8, 16)}),
+                            "summary": Layer(last, reason),
+                        }
+                    )
+
+    def test_few_rows_in_a_list(self):
+        self.expect({"kv": hidden([linear(2, 16), linear(2, 16)])})
+
+    def test_heads_in_any_order(self):
+        """Only the last matrix was looked at, so that the order of registration decided."""
+        layers = {
+            "actor": rest(linear(6, 64), FEW_ROWS),
+            "critic_values": rest(linear(3, 64), FEW_ROWS),
+            # An MLP for boxes. Its last layer alone gives an output.
+            "box": hidden([linear(64, 64), linear(64, 64)]),
+            "to_box": [hidden(linear(64, 64)), rest(linear(4, 64), FEW_ROWS)],
+            "blocks": hidden(
+                [
+                    {"up": linear(128, 64), "down": linear(64, 128)},
+                    {"up": linear(128, 64), "down": linear(64, 128)},
+                ]
+            ),
+            # A bottleneck.
+            "small": hidden({"down": linear(2, 64), "up": linear(64, 2)}),
+        }
+        for order in itertools.permutations(layers):
+            with self.subTest(order=order):
+                self.expect({name: layers[name] for name in order})
+
+    def diffusion(self):
+        """The layers of a model that gives what its first layer takes."""
+        return {
+            "time": hidden([linear(64, 16), linear(64, 64)]),
+            "embedder": hidden(linear(64, 4)),
+            "blocks": hidden(
+                [
+                    {"down": linear(8, 64), "up": linear(64, 8)},
+                    {"down": linear(8, 64), "up": linear(64, 8)},
+                ]
+            ),
+            "proj_out": rest(nn.Linear(64, 4), {"weight": FEW_ROWS, "bias": "1D"}),
+            "ada_norm": hidden(linear(192, 64)),
+            # Layers in blocks take its rows.
+            "bottleneck": hidden(linear(8, 64)),
+        }
+
+    def test_head_that_gives_what_the_first_layer_takes(self):
+        """Diffusion: the size of the patches, or of what the first layer takes, made the head a hidden layer."""
+        self.expect(self.diffusion())
+
+    def test_head_that_gives_what_a_convolution_takes(self):
+        """Convolutions take and give channels. The size of a kernel is no number of features."""
+        layers = self.diffusion()
+        layers["embedder"] = rest(nn.Conv2d(4, 64, 3, bias=False), "4D")
+        with self.subTest("a convolution at the start"):
+            self.expect(layers)
+        layers["classes"] = rest(linear(3, 64), FEW_ROWS)
+        layers["last"] = rest(nn.Conv2d(64, 64, 3, bias=False), "4D")
+        with self.subTest("a convolution at the end"):
+            self.expect(layers)
+
+    def test_latents_of_an_autoencoder(self):
+        """A hidden layer takes the latents, which come before it."""
+        self.expect(
+            {
+                "first": hidden(linear(64, 32)),
+                "latents": hidden(linear(4, 64)),
+                "second": hidden(linear(64, 4)),
+                "last": hidden(linear(32, 64)),
+            }
+        )
+
+    def test_layer_that_takes_what_an_embedding_gives(self):
+        """It is no first layer, so the layer that gives as many features is no head."""
+        self.expect(
+            {
+                "token": rest(nn.Embedding(30, 8), "embedding"),
+                "widen": hidden(linear(64, 8)),
+                "narrow": hidden(linear(8, 64)),
+            }
+        )
+
+    def blocks_of_two_kinds(self):
+        return {
+            "layers": hidden(
+                [
+                    {"gate": linear(2, 16), "up": linear(16, 16)},
+                    {"other": linear(3, 24), "up": linear(24, 16)},
+                ]
+            ),
+            "end": hidden(linear(16, 24)),
+        }
+
+    def test_few_rows_inside_blocks(self):
+        """Blocks of two kinds have a single layer each."""
+        self.expect(self.blocks_of_two_kinds())
+
+    def test_few_rows_at_the_end_of_a_list(self):
+        """The last matrix is in a list of MLPs, which may all be the same."""
+        layers = self.blocks_of_two_kinds()
+        layers["box_embed"] = [[hidden(linear(16, 16)), rest(linear(2, 16), FEW_ROWS)]]
+        self.expect(layers)
+
+    def convolutions(self):
+        return rest(
+            [
+                nn.Conv2d(3, 8, 3, bias=False),
+                nn.Conv2d(8, 16, 3, bias=False),
+                nn.Conv2d(16, 64, 3, bias=False),
+            ],
+            "4D",
+        )
+
+    def convolutional_model(self):
+        return {
+            "features": self.convolutions(),
+            "gate": hidden({"down": linear(8, 16), "up": linear(16, 8)}),
+            "qkv": hidden(linear(48, 64)),
+        }
+
+    def test_last_matrix_of_a_convolutional_model(self):
+        """timm's last_linear and classif, which have many rows."""
+        self.expect(
+            {
+                "more": self.convolutions(),
+                **self.convolutional_model(),
+                "last": rest(
+                    linear(40, 64), "output head: no convolution takes its rows"
+                ),
+            }
+        )
+
+    def test_as_many_matrices_as_convolutions(self):
+        self.expect(
+            {
+                "features": self.convolutions(),
+                "block": hidden({"down": linear(8, 16), "up": linear(16, 8)}),
+                "last": hidden(linear(40, 64)),
+            }
+        )
+
+    def test_last_matrix_of_a_model_with_many_matrices(self):
+        self.expect({**self.convolutional_model(), "last": hidden(linear(40, 64))})
+
+    def test_hidden_layers_in_a_module_named_like_a_head(self):
+        """RT-DETR's query_pos_head embeds boxes. It takes four features, which no hidden layer gives."""
+        layers = {
+            "query_pos_head": hidden([linear(64, 4), linear(32, 64)]),
+            # It takes 20 features, which no hidden layer gives. These are too many for positions.
+            "reward_head": rest(
+                [linear(32, 32), linear(32, 20)], "output head: in reward_head"
+            ),
+            "lm_heads": rest(
+                [linear(320, 32), linear(320, 32)], "output head: in lm_heads"
+            ),
+            "enc_class_embed": rest(
+                [linear(2, 32), linear(2, 32)], "output head: in enc_class_embed"
+            ),
+        }
+        for order in itertools.permutations(layers):
+            with self.subTest(order=order):
+                model = {name: layers[name] for name in order}
+                model["boxes"] = [hidden(linear(32, 32)), rest(linear(4, 32), FEW_ROWS)]
+                self.expect(model)
+
+    def test_layers_in_a_module_named_like_a_head(self):
+        def two_layers():
+            return {"dense": linear(8), "out_proj": linear(2)}
+
+        self.expect(
+            {
+                # BERT's layers, several heads of attention, and Perceiver's attention outside of blocks.
+                "layer": hidden(
+                    [{"output": {"dense": linear(8)}, "heads": [linear(8)]}]
+                ),
+                "pool": hidden({"output": {"dense": linear(8)}}),
+                "fc": hidden(linear(8)),
+                "classifier": rest(
+                    modules_to_save(two_layers(), two_layers()),
+                    "output head: in classifier",
+                ),
+                "score": rest(modules_to_save(linear(2), linear(2)), OUTPUT_HEAD),
+                "lm_head": rest(lora(linear(30)), OUTPUT_HEAD),
+                "output": rest(linear(30), OUTPUT_HEAD),
+                "qa_outputs": rest(linear(2), OUTPUT_HEAD),
+                "head_dist": rest(linear(30), OUTPUT_HEAD),
+                "heads_dist": rest(
+                    [linear(30), linear(30)], "output head: in heads_dist"
+                ),
+                # DETR has one for each layer of its decoder.
+                "class_embed": rest(
+                    [linear(2), linear(2)], "output head: in class_embed"
+                ),
+                "lm_heads": rest([linear(30), linear(30)], "output head: in lm_heads"),
+            }
+        )
+
+    def test_names_of_output_heads(self):
+        for name in (
+            "class_embed",
+            "classifier",
+            "embed_out",
+            "head",
+            "lm_head",
+            "output_layer",
+            "qa_outputs",
+            "score",
+            "unembed",
+            "unembedding",
+        ):
+            with self.subTest(name):
+                head = rest(linear(30), OUTPUT_HEAD)
+                self.expect({"layers": [{name: head, "up": hidden(linear(16))}]})
+
+    def test_names_of_output_heads_outside_of_blocks(self):
+        for name in (
+            "heads",
+            "head_dist",
+            "Head_2",
+            "cls_head",
+            "bbox_heads",
+            "own_classifier",
+            "enc_class_embed",
+            "logits",
+            "token_logits",
+            "logits_proj",
+        ):
+            with self.subTest(name):
+                self.expect({name: rest(linear(30), OUTPUT_HEAD)})
+                self.expect({"layers": [{name: hidden(linear(30))}]})
+
+    def test_output_inside_and_outside_of_blocks(self):
+        """Attention of RWKV and others in a block; torchtitan's head is outside of blocks."""
+        self.expect(
+            {
+                "blocks": hidden([{"output": linear(8)}]),
+                "output": rest(linear(30), OUTPUT_HEAD),
+                "fc": rest(linear(5), OUTPUT_HEAD),
+            }
+        )
+
+
+class FusedWeight(NamedTuple):
+    """A weight of a module of a known class, the attributes that its rule reads, and its split."""
+
+    class_name: str
+    weight: str
+    shape: tuple[int, ...]
+    attributes: dict[str, Any]
+    split: Any
+
+    def module(self):
+        return known(self.class_name, self.weight, self.shape, **self.attributes)
+
+    def splits(self, heads=False):
+        """The splits of a model that has the module as its layer."""
+        return split_of(tree({"layer": self.module()}), heads=heads)
+
+
+def repeated(sizes, repeats):
+    return {"sizes": sizes, "repeats": repeats, "dim": 0}
+
+
+def columns(sizes, repeats=1):
+    return {"sizes": sizes, "repeats": repeats, "dim": 1}
+
+
+FALCON = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+OLD_FALCON = {
+    **FALCON,
+    "new_decoder_architecture": False,
+    "multi_query": False,
+}
+MULTI_QUERY_FALCON = {**OLD_FALCON, "multi_query": True}
+NEW_FALCON = {**OLD_FALCON, "new_decoder_architecture": True}
+GROUPED = {"num_key_value_heads": 2, "num_key_value_groups": 3, "head_dim": 4}
+BIGCODE = {"num_heads": 8, "head_dim": 4, "multi_query": False}
+GATED_QUERIES = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
+# DeepSeek-V2's head_dim is the size of the positions.
+LATENT = {
+    "qk_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 4,
+    "head_dim": 2,
+}
+# The configs of Megatron.
+MEGATRON_HEADS = {"num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 4}
+MEGATRON_ATTENTION = {"config": SimpleNamespace(**MEGATRON_HEADS)}
+MEGATRON_GATED_ATTENTION = {
+    "config": SimpleNamespace(**MEGATRON_HEADS, attention_output_gate=True)
+}
+MEGATRON_MLP = {"config": SimpleNamespace(gated_linear_unit=True)}
+MEGATRON_PLAIN_MLP = {"config": SimpleNamespace(gated_linear_unit=False)}
+MEGATRON_TWO_RANKS = SimpleNamespace(
+    gated_linear_unit=True, tensor_model_parallel_size=2
+)
+MEGATRON_BLOCKS_OF_TWO = SimpleNamespace(
+    gated_linear_unit=True,
+    tensor_model_parallel_size=2,
+    moe_mlp_glu_interleave_size=2,
+)
+# Their group of tensor parallelism has three ranks, whatever the config says.
+MEGATRON_EXPERTS = {
+    "num_local_experts": 2,
+    "tp_group": SimpleNamespace(size=lambda: 3),
+}
+KNOWN_CLASSES = [
+    FusedWeight(
+        "GptOssExperts", "gate_up_proj", (2, 8, 6), {}, columns((1, 1), repeats=3)
+    ),
+    FusedWeight(
+        "Experts",
+        "gate_up_proj",
+        (2, 6, 8),
+        {"is_transposed": False, "is_concatenated": False},
+        repeated((1, 1), 3),
+    ),
+    FusedWeight(
+        "Experts",
+        "gate_up_proj",
+        (2, 6, 8),
+        {"is_transposed": False, "is_concatenated": True},
+        (3, 3),
+    ),
+    FusedWeight(
+        "Experts",
+        "gate_up_proj",
+        (2, 8, 6),
+        {"is_transposed": True, "is_concatenated": True},
+        columns((3, 3)),
+    ),
+    FusedWeight("Llama4TextExperts", "gate_up_proj", (2, 8, 6), {}, columns((3, 3))),
+    FusedWeight("GPT2Attention", "c_attn.weight", (8, 24), {}, columns((8, 8, 8))),
+    FusedWeight("GPT2Attention", "c_attn.weight", (8, 16), {}, columns((8, 8))),
+    FusedWeight(
+        "GPTNeoXAttention",
+        "query_key_value.weight",
+        (24, 8),
+        {"head_size": 4},
+        repeated((4, 4, 4), 2),
+    ),
+    FusedWeight(
+        "BloomAttention",
+        "query_key_value.weight",
+        (24, 8),
+        {"head_dim": 4},
+        repeated((4, 4, 4), 2),
+    ),
+    FusedWeight(
+        "FalconAttention",
+        "query_key_value.weight",
+        (24, 8),
+        OLD_FALCON,
+        repeated((4, 4, 4), 2),
+    ),
+    FusedWeight(
+        "FalconAttention",
+        "query_key_value.weight",
+        (40, 8),
+        MULTI_QUERY_FALCON,
+        repeated((12, 4, 4), 2),
+    ),
+    FusedWeight(
+        "FalconAttention",
+        "query_key_value.weight",
+        (40, 8),
+        NEW_FALCON,
+        repeated((12, 4, 4), 2),
+    ),
+    FusedWeight("Phi3Attention", "qkv_proj.weight", (40, 8), GROUPED, (24, 8, 8)),
+    FusedWeight("DbrxAttention", "Wqkv.weight", (40, 8), GROUPED, (24, 8, 8)),
+    FusedWeight("DbrxExpertGLU", "w2", (12, 8), {"moe_num_experts": 3}, (4, 4, 4)),
+    FusedWeight("MptAttention", "Wqkv.weight", (24, 8), {}, (8, 8, 8)),
+    FusedWeight(
+        "GPTBigCodeAttention",
+        "c_attn.weight",
+        (40, 8),
+        {**BIGCODE, "multi_query": True},
+        (32, 4, 4),
+    ),
+    FusedWeight(
+        "GPTBigCodeAttention",
+        "c_attn.weight",
+        (24, 8),
+        BIGCODE,
+        repeated((4, 4, 4), 2),
+    ),
+    FusedWeight(
+        "QwenAttention",
+        "q_proj.weight",
+        (24, 8),
+        GATED_QUERIES,
+        repeated((4, 4), 3),
+    ),
+    FusedWeight("transformers.QuickMLP", "gate_up_proj.weight", (10, 8), {}, (5, 5)),
+    FusedWeight(
+        "OtherAttention", "kv_b_proj.weight", (20, 8), LATENT, repeated((6, 4), 2)
+    ),
+    FusedWeight(
+        "torchtitan.Attention", "wkv_b.weight", (20, 8), LATENT, repeated((6, 4), 2)
+    ),
+    FusedWeight(
+        "FusedQKVLinear",
+        "wqkv.weight",
+        (40, 8),
+        {"heads_per_kv": 3, "head_dim": 4},
+        repeated((12, 4, 4), 2),
+    ),
+    FusedWeight(
+        "torchtitan.Experts", "mlp1_weight_EGD", (3, 10, 8), {}, repeated((1, 1), 5)
+    ),
+    FusedWeight("FusedSwiGLU", "w13", (8, 2, 5), {}, columns((5, 5))),
+    FusedWeight(
+        "torchtitan.FeedForward", "w13.weight", (10, 8), {}, repeated((1, 1), 5)
+    ),
+    FusedWeight(
+        "SelfAttention",
+        "linear_qkv.weight",
+        (40, 8),
+        MEGATRON_ATTENTION,
+        repeated((12, 4, 4), 2),
+    ),
+    FusedWeight(
+        "SelfAttention",
+        "linear_qkv.weight",
+        (64, 8),
+        MEGATRON_GATED_ATTENTION,
+        repeated((12, 12, 4, 4), 2),
+    ),
+    FusedWeight("MLP", "linear_fc1.weight", (12, 8), MEGATRON_MLP, (6, 6)),
+    # Each of two ranks of tensor parallelism has 12 rows, or of three that a group has.
+    FusedWeight(
+        "MLP",
+        "linear_fc1.weight",
+        (12, 8),
+        {"config": MEGATRON_TWO_RANKS},
+        repeated((6, 6), 2),
+    ),
+    # Only experts alternate between blocks.
+    FusedWeight(
+        "MLP",
+        "linear_fc1.weight",
+        (12, 8),
+        {"config": MEGATRON_BLOCKS_OF_TWO},
+        repeated((6, 6), 2),
+    ),
+    FusedWeight(
+        "TEGroupedMLP",
+        "linear_fc1.weight0",
+        (12, 8),
+        {**MEGATRON_EXPERTS, "config": MEGATRON_TWO_RANKS},
+        repeated((6, 6), 3),
+    ),
+    FusedWeight(
+        "TEGroupedMLP",
+        "linear_fc1.weight1",
+        (12, 8),
+        {**MEGATRON_EXPERTS, "config": MEGATRON_BLOCKS_OF_TWO},
+        repeated((2, 2), 9),
+    ),
+]
+# Weights that have the names of known ones, but another form.
+UNKNOWN_FORMS = [
+    # A linear layer (out, in).
+    FusedWeight("SelfAttention", "c_attn.weight", (24, 8), {}, None),
+    # Columns that are no third, and columns of a shard.
+    FusedWeight("SelfAttention", "c_attn.weight", (8, 20), {}, None),
+    FusedWeight("GPT2Attention", "c_attn.weight", (16, 12), {}, None),
+    # Fewer rows than a group of heads has.
+    FusedWeight(
+        "BloomAttention", "query_key_value.weight", (8, 8), {"head_dim": 4}, None
+    ),
+    # Queries without a gate.
+    FusedWeight(
+        "QwenAttention",
+        "q_proj.weight",
+        (24, 8),
+        {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)},
+        None,
+    ),
+    # An MLP without a gate.
+    FusedWeight("MLP", "linear_fc1.weight", (12, 8), MEGATRON_PLAIN_MLP, None),
+    # The MLP of a user, who may alternate rows.
+    FusedWeight("MLP", "gate_up_proj.weight", (12, 8), {}, None),
+    # Megatron's attention with a number of heads that does not fit, and with missing attributes.
+    FusedWeight(
+        "SelfAttention",
+        "linear_qkv.weight",
+        (40, 8),
+        {"config": SimpleNamespace(**{**MEGATRON_HEADS, "num_attention_heads": 9})},
+        None,
+    ),
+    FusedWeight(
+        "SelfAttention",
+        "linear_qkv.weight",
+        (40, 8),
+        {"config": SimpleNamespace(**{**MEGATRON_HEADS, "kv_channels": None})},
+        None,
+    ),
+    FusedWeight(
+        "SelfAttention",
+        "linear_qkv.weight",
+        (40, 8),
+        {"config": SimpleNamespace(num_attention_heads=6, num_query_groups=2)},
+        None,
+    ),
+    # No experts, one expert as a matrix, and a vector.
+    FusedWeight("DbrxExpertGLU", "w2", (12, 8), {"moe_num_experts": 0}, None),
+    FusedWeight("Llama4TextExperts", "gate_up_proj", (8, 6), {}, None),
+    FusedWeight("torchtitan.Experts", "mlp1_weight_EGD", (8,), {}, None),
+    # A projection without the sizes of latent attention.
+    FusedWeight("Attention", "kv_b_proj.weight", (8, 8), {}, None),
+]
+# With ``heads=True``, each head is a part.
+SIX_HEADS = (4, 4, 4, 4, 4, 4)
+TEN_HEADS = (4, 4, 4, 4, 4, 4, 4, 4, 4, 4)
+HEADS = [
+    FusedWeight("LlamaAttention", "q_proj.weight", (24, 8), {"head_dim": 4}, SIX_HEADS),
+    FusedWeight("LlamaAttention", "k_proj.weight", (8, 8), {"head_dim": 4}, (4, 4)),
+    FusedWeight(
+        "BertSelfAttention",
+        "value.weight",
+        (8, 8),
+        {"attention_head_size": 4},
+        (4, 4),
+    ),
+    FusedWeight("T5Attention", "q.weight", (8, 8), {"key_value_proj_dim": 4}, (4, 4)),
+    FusedWeight("torchtitan.Attention", "wv.weight", (8, 8), {"head_dim": 4}, (4, 4)),
+    FusedWeight(
+        "diffusers.Attention",
+        "to_k.weight",
+        (8, 9),
+        {"inner_dim": 8, "heads": 2},
+        (4, 4),
+    ),
+    FusedWeight(
+        "Qwen3NextAttention", "q_proj.weight", (24, 8), GATED_QUERIES, SIX_HEADS
+    ),
+    FusedWeight("DeepseekV2Attention", "q_b_proj.weight", (16, 5), LATENT, (8, 8)),
+    FusedWeight("MLA", "wq_b.weight", (16, 5), LATENT, (8, 8)),
+    FusedWeight(
+        "MiMoAttention",
+        "v_proj.weight",
+        (8, 8),
+        {"head_dim": 8, "v_head_dim": 4},
+        (4, 4),
+    ),
+    FusedWeight(
+        "DeepseekV2Attention", "kv_b_proj.weight", (20, 5), LATENT, (6, 4, 6, 4)
+    ),
+    FusedWeight(
+        "FalconAttention", "query_key_value.weight", (40, 8), NEW_FALCON, TEN_HEADS
+    ),
+    FusedWeight("Phi3Attention", "qkv_proj.weight", (40, 8), GROUPED, TEN_HEADS),
+    FusedWeight(
+        "GPT2Attention",
+        "c_attn.weight",
+        (8, 24),
+        {"head_dim": 4},
+        columns(SIX_HEADS),
+    ),
+    FusedWeight(
+        "OpenAIAttention",
+        "c_attn.weight",
+        (8, 24),
+        {"split_size": 8, "n_head": 2},
+        columns(SIX_HEADS),
+    ),
+    FusedWeight(
+        "SelfAttention", "linear_qkv.weight", (40, 8), MEGATRON_ATTENTION, TEN_HEADS
+    ),
+    # Other fused weights keep their split, as do those of attention whose heads are unknown or do not fit.
+    FusedWeight("transformers.QuickMLP", "gate_up_proj.weight", (10, 8), {}, (5, 5)),
+    FusedWeight("MptAttention", "Wqkv.weight", (24, 8), {}, (8, 8, 8)),
+    FusedWeight("MptAttention", "Wqkv.weight", (24, 8), {"head_dim": 5}, (8, 8, 8)),
+]
+WHOLE_WITH_HEADS = [
+    # The size is unknown, does not fit, or is that of a single head.
+    FusedWeight("LlamaAttention", "q_proj.weight", (24, 8), {}, None),
+    FusedWeight("LlamaAttention", "q_proj.weight", (24, 8), {"head_dim": 5}, None),
+    FusedWeight("LlamaAttention", "q_proj.weight", (24, 8), {"head_dim": 24}, None),
+    # Other layers, and a table.
+    FusedWeight("LlamaAttention", "o_proj.weight", (24, 8), {"head_dim": 4}, None),
+    FusedWeight("LlamaMLP", "q_proj.weight", (24, 8), {"head_dim": 4}, None),
+    FusedWeight("Attention", "q_proj.weight", (24, 2, 8), {"head_dim": 4}, None),
+]
+
+
+PROJECTIONS = (
+    "q.weight",
+    "q_proj.weight",
+    "q_lin.weight",
+    "q_b.weight",
+    "wq_b.weight",
+    "q_b_proj.weight",
+    "to_q.weight",
+    "add_q_proj.weight",
+    "linear_q.weight",
+    "wq.weight",
+    "query.weight",
+    "query_proj.weight",
+    "query_layer.weight",
+    "q_proj_weight",
+)
+HEAD_SIZES = (
+    "qk_head_dim",
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "dim_head",
+)
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestSplitsOfKnownClasses(TestCase):
+    def test_splits_of_known_classes(self):
+        for case in KNOWN_CLASSES:
+            with self.subTest(case.class_name, weight=case.weight, shape=case.shape):
+                self.assertEqual(case.splits(), {f"layer.{case.weight}": case.split})
+
+    def test_class_of_the_same_name(self):
+        for case in UNKNOWN_FORMS:
+            with self.subTest(case.class_name, weight=case.weight, shape=case.shape):
+                self.assertEqual(case.splits(), {})
+
+    def test_torch(self):
+        model = nn.ModuleList([nn.MultiheadAttention(8, 2)])
+        self.assertEqual(split_of(model), {"0.in_proj_weight": (8, 8, 8)})
+
+    def test_model_that_is_one_layer(self):
+        module = known(
+            "SelfAttention", "linear_qkv.weight", (40, 8), **MEGATRON_ATTENTION
+        )
+        expected = {"linear_qkv.weight": repeated((12, 4, 4), 2)}
+        self.assertEqual(split_of(module), expected)
+
+    def test_class_that_fsdp2_made(self):
+        module = known(
+            "SelfAttention", "linear_qkv.weight", (40, 8), **MEGATRON_ATTENTION
+        )
+        module.__class__ = type("FSDPSelfAttention", (type(module),), {})
+        expected = {"linear_qkv.weight": repeated((12, 4, 4), 2)}
+        self.assertEqual(split_of(module), expected)
+
+    def test_fused_weight_with_adapters(self):
+        attention = known(
+            "SelfAttention", "linear_qkv.weight", (40, 8), **MEGATRON_ATTENTION
+        )
+        attention.linear_qkv = tree(lora(linear(40)))
+        (name,) = split_of(torch.compile(tree({"attention": attention})))
+        self.assertEqual(name, "_orig_mod.attention.linear_qkv.base_layer.weight")
+
+    def test_heads(self):
+        for case in HEADS:
+            with self.subTest(case.class_name, weight=case.weight, shape=case.shape):
+                found = case.splits(heads=True)
+                self.assertEqual(found, {f"layer.{case.weight}": case.split})
+
+    def test_names_of_projections(self):
+        for weight in PROJECTIONS:
+            with self.subTest(weight):
+                attention = known("Attention", weight, (8, 8), head_dim=4)
+                self.assertEqual(split_of(attention, heads=True), {weight: (4, 4)})
+
+    def test_names_of_head_sizes(self):
+        for attribute in HEAD_SIZES:
+            with self.subTest(attribute):
+                attention = known("Attention", "q.weight", (8, 8), **{attribute: 4})
+                self.assertEqual(split_of(attention, heads=True), {"q.weight": (4, 4)})
+
+    def test_weights_without_heads(self):
+        for case in WHOLE_WITH_HEADS:
+            with self.subTest(case.class_name, weight=case.weight, shape=case.shape):
+                self.assertEqual(case.splits(heads=True), {})
+
+    def test_heads_of_torch(self):
+        fused = nn.ModuleList([nn.MultiheadAttention(8, 2)])
+        found = split_of(fused, heads=True)
+        self.assertEqual(found, {"0.in_proj_weight": SIX_HEADS})
+        apart = nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=6)])
+        expected = {
+            "0.q_proj_weight": (4, 4),
+            "0.k_proj_weight": (4, 4),
+            "0.v_proj_weight": (4, 4),
+        }
+        self.assertEqual(split_of(apart, heads=True), expected)
+
+    def test_projections_are_whole_without_heads(self):
+        attention = known("LlamaAttention", "q_proj.weight", (24, 8), head_dim=4)
+        self.assertEqual(split_of(attention), {})
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSplits(TestCase):
-    def test_splits_of_known_classes(self):
-        config = SimpleNamespace(**HEADS)
-        wrapped = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
-        # FSDP2 gives a module a class of its own.
-        wrapped.__class__ = type("FSDPSelfAttention", (type(wrapped),), {})
-        parts = {
-            "attention": wrapped,
-            "torch": nn.MultiheadAttention(8, 2),
-            "no": {"kv_b_proj": linear(8)},
-        }
-        expected = {
-            "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
-            "torch.in_proj_weight": (8, 8, 8),
-        }
-        qkv = "query_key_value.weight"
-        falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
-        heads = {"num_key_value_heads": 2, "head_dim": 4, "num_key_value_groups": 3}
-        gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
-        many = {"num_heads": 8, "head_dim": 4}
-        latent = {"qk_nope_head_dim": 6, "v_head_dim": 4}
-        # Each of two ranks of tensor parallelism has 12 rows, or of three that a group has.
-        gated = {"gated_linear_unit": True, "tensor_model_parallel_size": 2}
-        mlp = {"config": SimpleNamespace(**gated)}
-        heads_and_gates = SimpleNamespace(**HEADS, attention_output_gate=True)
-        experts = {"num_local_experts": 2, "tp_group": SimpleNamespace(size=lambda: 3)}
-        gated["moe_mlp_glu_interleave_size"] = 2
-        blocks = experts | {"config": SimpleNamespace(**gated)}
-        # Class, weight, its shape, its split, and the attributes that the rule reads.
-        for at, (kind, weight, shape, split, attributes) in enumerate((
-            ("GptOssExperts", "gate_up_proj", (2, 8, 6), ((1, 1), 3, 1), {}),
-            ("Experts", "gate_up_proj", (2, 6, 8), ((1, 1), 3, 0), flags(0, 0)),
-            ("Experts", "gate_up_proj", (2, 6, 8), (3, 3), flags(0, 1)),
-            ("Experts", "gate_up_proj", (2, 8, 6), ((3, 3), 1, 1), flags(1, 1)),
-            ("Llama4TextExperts", "gate_up_proj", (2, 8, 6), ((3, 3), 1, 1), {}),
-            ("GPT2Attention", "c_attn.weight", (8, 24), ((8, 8, 8), 1, 1), {}),
-            ("GPT2Attention", "c_attn.weight", (8, 16), ((8, 8), 1, 1), {}),
-            ("GPTNeoXAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), {"head_size": 4}),
-            ("BloomAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), {"head_dim": 4}),
-            ("FalconAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), falcon | new(0, 0)),
-            ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(0, 1)),
-            ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(1, 0)),
-            ("Phi3Attention", "qkv_proj.weight", (40, 8), (24, 8, 8), heads),
-            ("DbrxAttention", "Wqkv.weight", (40, 8), (24, 8, 8), heads),
-            ("DbrxExpertGLU", "w2", (12, 8), (4, 4, 4), {"moe_num_experts": 3}),
-            ("MptAttention", "Wqkv.weight", (24, 8), (8, 8, 8), {}),
-            ("GPTBigCodeAttention", "c_attn.weight", (40, 8), (32, 4, 4), many | {"multi_query": True}),
-            ("GPTBigCodeAttention", "c_attn.weight", (24, 8), ((4, 4, 4), 2, 0), many | {"multi_query": False}),
-            ("QwenAttention", "q_proj.weight", (24, 8), ((4, 4), 3, 0), gate),
-            ("transformers.QuickMLP", "gate_up_proj.weight", (10, 8), (5, 5), {}),
-            ("OtherAttention", "kv_b_proj.weight", (20, 8), ((6, 4), 2, 0), latent),
-            ("FusedQKVLinear", "wqkv.weight", (40, 8), ((12, 4, 4), 2, 0), {"heads_per_kv": 3, "head_dim": 4}),
-            ("torchtitan.Attention", "wkv_b.weight", (20, 8), ((6, 4), 2, 0), latent),
-            ("torchtitan.Experts", "mlp1_weight_EGD", (3, 10, 8), ((1, 1), 5, 0), {}),
-            ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
-            ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
-            ("SelfAttention", "linear_qkv.weight", (64, 8), ((12, 12, 4, 4), 2, 0), {"config": heads_and_gates}),
-            ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),
-            ("MLP", "linear_fc1.weight", (12, 8), ((6, 6), 2, 0), mlp),
-            ("TEGroupedMLP", "linear_fc1.weight0", (12, 8), ((6, 6), 3, 0), experts | mlp),
-            ("TEGroupedMLP", "linear_fc1.weight1", (12, 8), ((2, 2), 9, 0), blocks),
-        )):  # fmt: skip
-            parts[f"n{at}"] = known(kind, weight, shape, **attributes)
-            expected[f"n{at}.{weight}"] = split
-        for name, found in split_of(tree(parts)).items():
-            sizes = tuple(found.values()) if isinstance(found, dict) else found
-            self.assertEqual(sizes, expected.pop(name), name)
-        self.assertEqual(expected, {})
-        (found,) = split_of(wrapped)
-        self.assertEqual(found, "linear_qkv.weight")
-        wrapped.linear_qkv = tree(lora(linear(40)))
-        (found,) = split_of(torch.compile(tree({"attention": wrapped})))
-        self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
-
-    def test_heads(self):
-        """Each head is a part. Latent attention has its queries, keys without positions, and values apart."""
-        latent = {"qk_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 4}
-        # DeepSeek-V2 has the size of the positions by this name.
-        latent["head_dim"] = 2
-        falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4} | new(1, 0)
-        phi = {"num_key_value_heads": 2, "head_dim": 4, "num_key_value_groups": 3}
-        gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
-        config = {"config": SimpleNamespace(**HEADS)}
-        columns = {"sizes": (4,) * 6, "repeats": 1, "dim": 1}
-        qkv, q = "query_key_value.weight", "q_proj.weight"
-        cases = (
-            ("LlamaAttention", q, (24, 8), (4,) * 6, {"head_dim": 4}),
-            ("LlamaAttention", "k_proj.weight", (8, 8), (4, 4), {"head_dim": 4}),
-            ("BertSelfAttention", "value.weight", (8, 8), (4, 4), {"attention_head_size": 4}),
-            ("T5Attention", "q.weight", (8, 8), (4, 4), {"key_value_proj_dim": 4}),
-            ("torchtitan.Attention", "wv.weight", (8, 8), (4, 4), {"head_dim": 4}),
-            ("diffusers.Attention", "to_k.weight", (8, 9), (4, 4), {"inner_dim": 8, "heads": 2}),
-            ("Qwen3NextAttention", q, (24, 8), (4,) * 6, gate),
-            ("DeepseekV2Attention", "q_b_proj.weight", (16, 5), (8, 8), latent),
-            ("MLA", "wq_b.weight", (16, 5), (8, 8), latent),
-            ("MiMoAttention", "v_proj.weight", (8, 8), (4, 4), {"head_dim": 8, "v_head_dim": 4}),
-            ("DeepseekV2Attention", "kv_b_proj.weight", (20, 5), (6, 4) * 2, latent),
-            ("FalconAttention", qkv, (40, 8), (4,) * 10, falcon),
-            ("Phi3Attention", "qkv_proj.weight", (40, 8), (4,) * 10, phi),
-            ("GPT2Attention", "c_attn.weight", (8, 24), columns, {"head_dim": 4}),
-            ("OpenAIAttention", "c_attn.weight", (8, 24), columns, {"split_size": 8, "n_head": 2}),
-            ("SelfAttention", "linear_qkv.weight", (40, 8), (4,) * 10, config),
-        )  # fmt: skip
-        parts = {
-            f"n{at}": known(kind, weight, shape, **attributes)
-            for at, (kind, weight, shape, _, attributes) in enumerate(cases)
-        }
-        expected = {f"n{at}.{case[1]}": case[3] for at, case in enumerate(cases)}
-        parts["torch"] = nn.MultiheadAttention(8, 2, kdim=6)
-        torchs = [f"torch.{kind}_proj_weight" for kind in "qkv"]
-        parts["fused"] = nn.MultiheadAttention(8, 2)
-        expected |= dict.fromkeys(torchs, (4, 4)) | {"fused.in_proj_weight": (4,) * 6}
-        # Other fused weights keep their split.
-        parts["mlp"] = known("transformers.QuickMLP", "gate_up_proj.weight", (10, 8))
-        expected["mlp.gate_up_proj.weight"] = (5, 5)
-        # Sizes that are unknown or do not fit, a single head, other layers, a table.
-        bloom = {"head_dim": 4}
-        whole = (
-            ("LlamaAttention", q, (24, 8), {}),
-            ("LlamaAttention", q, (24, 8), {"head_dim": 5}),
-            ("LlamaAttention", q, (24, 8), {"head_dim": 24}),
-            ("LlamaAttention", "o_proj.weight", (24, 8), bloom),
-            ("LlamaMLP", q, (24, 8), bloom),
-            ("Attention", "q_proj.weight", (24, 2, 8), bloom),
-        )
-        for at, (kind, weight, shape, attributes) in enumerate(whole):
-            parts[f"w{at}"] = known(kind, weight, shape, **attributes)
-        for name, attributes in ("mpt", {}), ("unfit", {"head_dim": 5}):
-            parts[name] = known("MptAttention", "Wqkv.weight", (24, 8), **attributes)
-            expected[f"{name}.Wqkv.weight"] = (8, 8, 8)
-        self.assertEqual(split_of(tree(parts), heads=True), expected)
-        self.assertNotIn("n0.q_proj.weight", split_of(tree(parts)))
+    def assert_heads_step_as_parameters(self, weights, adjust_lr_fn):
+        """``weights``: name -> (module, sizes of its heads, the dimension that they cut)."""
+        model = tree({name: module for name, (module, _, _) in weights.items()})
+        alone = {}
+        for name, (module, sizes, dim) in weights.items():
+            (weight,) = module.parameters()
+            nn.init.normal_(weight)
+            alone[name] = [
+                nn.Parameter(head.clone()) for head in weight.detach().split(sizes, dim)
+            ]
+        splits = split_of(model, heads=True)
+        groups, _ = partition_named_parameters(model, split=splits)
+        muon = Muon(groups, lr=0.1, adjust_lr_fn=adjust_lr_fn)
+        heads = itertools.chain.from_iterable(alone.values())
+        muon_alone = Muon(heads, lr=0.1, adjust_lr_fn=adjust_lr_fn)
+        for _ in range(2):
+            for name, (module, sizes, dim) in weights.items():
+                (weight,) = module.parameters()
+                weight.grad = torch.randn(weight.shape)
+                grads = weight.grad.split(sizes, dim)
+                for head, grad in zip(alone[name], grads, strict=True):
+                    head.grad = grad
+            muon.step()
+            muon_alone.step()
+        for name, (module, _, dim) in weights.items():
+            (weight,) = module.parameters()
+            joined = torch.cat(alone[name], dim)
+            self.assertEqual(weight, joined, rtol=0, atol=0, msg=name)
 
     def test_heads_are_parameters_of_their_own(self):
         """Each has its own Newton-Schulz and the scale of its own shape, bit for bit."""
-        sizes = {"q_proj": [4] * 6, "k_proj": [4] * 2, "c_attn": [4] * 6}
         attention = {"head_dim": 4, "qk_nope_head_dim": 3, "v_head_dim": 5}
-        sizes |= {"kv_b_proj": [3, 5] * 2, "v_proj": [5] * 3}
-        for scale in ("original", "match_rms_adamw", "spectral_unclamped"):
-            parts, alone = {}, {}
-            for name, own in sizes.items():
-                dim = int(name == "c_attn")
-                shape = (8, sum(own)) if dim else (sum(own), 9)
-                kind = "LlamaAttention"
-                attributes = {"head_dim": 4} if dim else attention
-                parts[name] = known(kind, f"{name}.weight", shape, **attributes)
-                (weight,) = parts[name].parameters()
-                nn.init.normal_(weight)
-                alone[name] = [
-                    nn.Parameter(head.clone())
-                    for head in weight.detach().split(own, dim)
-                ]
-            model = tree(parts)
-            splits = split_of(model, heads=True)
-            options = {"lr": 0.1, "adjust_lr_fn": scale}
-            groups, _ = partition_named_parameters(model, split=splits)
-            muons = (
-                Muon(groups, **options),
-                Muon(itertools.chain(*alone.values()), **options),
-            )
-            for _ in range(2):
-                for name, heads in alone.items():
-                    (weight,) = model[name].parameters()
-                    dim = int(name == "c_attn")
-                    weight.grad = torch.randn(weight.shape)
-                    for head, grad in zip(heads, weight.grad.split(sizes[name], dim)):
-                        head.grad = grad
-                for muon in muons:
-                    muon.step()
-            for name, heads in alone.items():
-                (weight,) = model[name].parameters()
-                whole = torch.cat(heads, int(name == "c_attn"))
-                self.assertEqual(weight, whole, rtol=0, atol=0, msg=f"{scale} {name}")
-
-    def test_class_of_the_same_name(self):
-        for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
-            config = SimpleNamespace(**HEADS | wrong)
-            module = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
-            self.assertEqual(split_of(module), {})
-        del config.kv_channels
-        self.assertEqual(split_of(module), {})
-        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has,
-        # queries without a gate, an MLP without one, and one of a user, who may alternate rows.
-        for kind, weight, shape in (
-            ("SelfAttention", "c_attn.weight", (24, 8)),
-            ("SelfAttention", "c_attn.weight", (8, 20)),
-            ("BloomAttention", "query_key_value.weight", (8, 8)),
-            ("QwenAttention", "q_proj.weight", (24, 8)),
-            ("MLP", "linear_fc1.weight", (12, 8)),
-            ("MLP", "gate_up_proj.weight", (12, 8)),
-        ):
-            sizes = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)}
-            sizes["config"] = SimpleNamespace(gated_linear_unit=False)
-            self.assertEqual(split_of(known(kind, weight, shape, **sizes)), {})
+        for adjust_lr_fn in ("original", "match_rms_adamw", "spectral_unclamped"):
+            queries = known("LlamaAttention", "q_proj.weight", (24, 9), **attention)
+            keys = known("LlamaAttention", "k_proj.weight", (8, 9), **attention)
+            values = known("LlamaAttention", "v_proj.weight", (15, 9), **attention)
+            latent = known("LlamaAttention", "kv_b_proj.weight", (16, 9), **attention)
+            columns = known("LlamaAttention", "c_attn.weight", (8, 24), head_dim=4)
+            weights = {
+                "query_weight": (queries, [4, 4, 4, 4, 4, 4], 0),
+                "key_weight": (keys, [4, 4], 0),
+                "value_weight": (values, [5, 5, 5], 0),
+                "latent_weight": (latent, [3, 5, 3, 5], 0),
+                "column_weight": (columns, [4, 4, 4, 4, 4, 4], 1),
+            }
+            with self.subTest(adjust_lr_fn=adjust_lr_fn):
+                self.assert_heads_step_as_parameters(weights, adjust_lr_fn)
 
     def groups(self, parts, split, **options):
+        """The names and the other options of each group, and the names of the rest."""
         groups, others = partition_named_parameters(tree(parts), split=split, **options)
         found = []
         for group in groups:
             names = [name for name, _ in group.pop("params")]
-            found.append((names, {k: v for k, v in group.items() if v}))
+            given = {option: value for option, value in group.items() if value}
+            found.append((names, given))
         return found, [name for name, _ in others]
 
-    def test_groups_by_split(self):
+    def model_with_all_kinds(self):
         def block():
             return {"qkv": linear(24), "up": linear(16), "norm": nn.LayerNorm(8)}
 
-        conv = nn.Conv2d(4, 6, 3, bias=False)
-        parts = {
+        return {
             "layers": [block(), block()],
-            "conv": conv,
+            "conv": nn.Conv2d(4, 6, 3, bias=False),
             "other": nn.Conv1d(4, 6, 3, bias=False),
             "experts": Bare(up=(3, 12, 8), down=(3, 8, 6)),
             # Two ranks of expert parallelism share the experts.
@@ -871,76 +1510,167 @@ class TestSplits(TestCase):
             "heads_of": Bare(q=(8, 2, 4)),
             "lm_head": linear(20),
         }
-        split = {
-            "*.qkv.weight": (8, 8, 8),
-            # The last that matches decides, and heads stay heads.
-            "layers.1.qkv.weight": {"sizes": [4, 2, 2], "repeats": 3},
-            "conv.*": (2, 4),
-            "experts.up": [6, 6],
-            "lm_head.*": (10, 10),
-        }
-        rows, repeated = {"split": (8, 8, 8)}, {"sizes": (4, 2, 2), "repeats": 3}
-        ups = ["layers.0.up.weight", "layers.1.up.weight"]
-        expected = [
-            (["layers.0.qkv.weight"], rows),
-            (ups, {}),
-            (["layers.1.qkv.weight"], {"split": {**repeated, "dim": 0}}),
-            (["conv.weight"], {"split": (2, 4), "flatten": True}),
-        ]
-        with self.assertWarnsRegex(UserWarning, "not split: .*up, lm_head.weight$"):
-            found, others = self.groups(parts, split)
-        self.assertEqual(found, expected)
-        self.assertIn("experts.up", others)
-        found, others = self.groups(parts, split, allow_batched_matrices=True)
-        ups.append("experts.down")
-        self.assertEqual(found, [*expected, (["experts.up"], {"split": (6, 6)})])
-        self.assertNotIn("experts.up", others)
-        kinds = itertools.product((0, 1), ("weight", "bias"))
-        norms = [f"layers.{i}.norm.{kind}" for i, kind in kinds]
-        rest = ["other.weight", "router.weight", "heads_of.q", "lm_head.weight"]
-        self.assertEqual(others, [*norms, *rest])
-        stacks = {"allow_batched_matrices": True}
-        groups, _ = partition_named_parameters(tree(parts), split=split, **stacks)
-        self.assertEqual(len(Muon(groups, **stacks).param_groups), 5)
 
-    def test_split_that_does_not_fit(self):
-        """Biases that a pattern matches, and shards of a weight whose whole shape is not known."""
-        columns = {"sizes": (4, 4), "repeats": 1, "dim": 1}
-        found = self.groups({"c_attn": nn.Linear(8, 24)}, {"*c_attn*": columns})
-        expected = [(["c_attn.weight"], {"split": columns})], ["c_attn.bias"]
-        # A kernel whose split does not fit the flattened one, either.
-        kernel = self.groups({"conv": nn.Conv1d(4, 6, 3, bias=False)}, {"*": (5, 4)})
-        self.assertEqual(kernel, ([], ["conv.weight"]))
+    SPLIT_OF_ALL_KINDS = {
+        "*.qkv.weight": (8, 8, 8),
+        # The last that matches decides, and heads stay heads.
+        "layers.1.qkv.weight": {"sizes": [4, 2, 2], "repeats": 3},
+        "conv.*": (2, 4),
+        "experts.up": [6, 6],
+        "lm_head.*": (10, 10),
+    }
+
+    def test_groups_by_split(self):
+        with self.assertWarnsRegex(UserWarning, "not split: .*up, lm_head.weight$"):
+            found, others = self.groups(
+                self.model_with_all_kinds(), self.SPLIT_OF_ALL_KINDS
+            )
+        self.assertEqual(
+            found,
+            [
+                (["layers.0.qkv.weight"], {"split": (8, 8, 8)}),
+                (["layers.0.up.weight", "layers.1.up.weight"], {}),
+                (["layers.1.qkv.weight"], {"split": repeated((4, 2, 2), 3)}),
+                (["conv.weight"], {"split": (2, 4), "flatten": True}),
+            ],
+        )
+        self.assertEqual(
+            others,
+            [
+                "layers.0.norm.weight",
+                "layers.0.norm.bias",
+                "layers.1.norm.weight",
+                "layers.1.norm.bias",
+                "other.weight",
+                "experts.up",
+                "experts.down",
+                "router.weight",
+                "heads_of.q",
+                "lm_head.weight",
+            ],
+        )
+
+    def test_groups_by_split_with_stacks(self):
+        with self.assertWarnsRegex(UserWarning, "not split: lm_head.weight$"):
+            found, others = self.groups(
+                self.model_with_all_kinds(),
+                self.SPLIT_OF_ALL_KINDS,
+                allow_batched_matrices=True,
+            )
+        self.assertEqual(
+            found,
+            [
+                (["layers.0.qkv.weight"], {"split": (8, 8, 8)}),
+                (["layers.0.up.weight", "layers.1.up.weight", "experts.down"], {}),
+                (["layers.1.qkv.weight"], {"split": repeated((4, 2, 2), 3)}),
+                (["conv.weight"], {"split": (2, 4), "flatten": True}),
+                (["experts.up"], {"split": (6, 6)}),
+            ],
+        )
+        self.assertEqual(
+            others,
+            [
+                "layers.0.norm.weight",
+                "layers.0.norm.bias",
+                "layers.1.norm.weight",
+                "layers.1.norm.bias",
+                "other.weight",
+                "router.weight",
+                "heads_of.q",
+                "lm_head.weight",
+            ],
+        )
+
+    def test_muon_takes_groups_by_split(self):
+        with self.assertWarnsRegex(UserWarning, "not split"):
+            groups, _ = partition_named_parameters(
+                tree(self.model_with_all_kinds()),
+                split=self.SPLIT_OF_ALL_KINDS,
+                allow_batched_matrices=True,
+            )
+        muon = Muon(groups, allow_batched_matrices=True)
+        self.assertEqual(len(muon.param_groups), 5)
+
+    def test_pattern_that_matches_a_bias(self):
+        split = columns((4, 4))
+        found = self.groups({"c_attn": nn.Linear(8, 24)}, {"*c_attn*": split})
+        expected = [(["c_attn.weight"], {"split": split})], ["c_attn.bias"]
         self.assertEqual(found, expected)
-        shard = known("GPT2Attention", "c_attn.weight", (16, 12))
-        self.assertEqual(split_of(shard), {})
+
+    def test_split_that_does_not_fit_a_kernel(self):
+        """Neither the kernel nor the flattened one."""
+        with self.assertWarnsRegex(UserWarning, "not split: conv.weight"):
+            found = self.groups({"conv": nn.Conv1d(4, 6, 3, bias=False)}, {"*": (5, 4)})
+        self.assertEqual(found, ([], ["conv.weight"]))
 
     def test_split_that_matches_nothing(self):
         with self.assertRaisesRegex(ValueError, "'qvk.*'.*near names.*qkv.weight"):
             self.groups({"qkv": linear(24)}, {"qvk.*": (8, 16)})
+
+    def test_excluded_weight_with_a_split(self):
+        """No warning says that it is not split."""
+        parts = {"qkv": linear(24), "up": linear(16)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = self.groups(parts, {"qkv.*": (8, 8, 8)}, exclude="qkv.*")
+        self.assertEqual(found, ([(["up.weight"], {})], ["qkv.weight"]))
+
+    def test_no_split(self):
         found = self.groups({"up": linear(16)}, {})
         self.assertEqual(found, ([(["up.weight"], {})], []))
 
+    def test_names_of_fused_weights(self):
+        for name in (
+            "qkv",
+            "key_value",
+            "c_attn",
+            "att_proj",
+            "gate_up_proj",
+            "input_linear",
+            "mlp1_weight",
+            "w12",
+            "w13",
+            "Wi",
+            "in_proj",
+        ):
+            with self.subTest(name):
+                lines, _ = printed(tree({name: linear(24)}))
+                self.assertEqual(
+                    lines,
+                    [
+                        f"{name}.weight (24, 8) -> Muon, left whole: named like a fused weight"
+                    ],
+                )
+
     def test_fused_weights_that_stay_whole(self):
-        unknown = {"Wqkv": linear(24), "lora": lora(linear(8)), "qkv": [linear(24)]}
         parts = {
             "known": {"qkv": linear(24), "up": linear(16)},
-            "unknown": unknown | {"c_attn": lora(linear(24))},
+            "unknown": {
+                "Wqkv": linear(24),
+                "lora": lora(linear(8)),
+                "qkv": [linear(24)],
+                "c_attn": lora(linear(24)),
+            },
             "bare": Bare(in_proj_weight=(24, 8)),
         }
         split = {"known.qkv.*": {"sizes": (2, 6), "dim": 1}}
         lines, _ = printed(tree(parts), split=split)
-        how = "Muon, left whole: named like a fused weight"
-        for line in (
-            "known.qkv.weight (24, 8) -> Muon, split {'sizes': (2, 6), 'repeats': 1, 'dim': 1}",
-            "known.up.weight (16, 8) -> Muon",
-            f"unknown.Wqkv.weight (24, 8) -> {how}",
-            f"unknown.c_attn.base_layer.weight (24, 8) -> {how}",
-            f"unknown.qkv.0.weight (24, 8) -> {how}",
-            "unknown.c_attn.lora_A.default.weight (2, 8) -> Muon",
-            f"bare.in_proj_weight (24, 8) -> {how}",
-        ):
-            self.assertIn(line, lines)
+        self.assertEqual(
+            lines,
+            [
+                "known.qkv.weight (24, 8) -> Muon, split {'sizes': (2, 6), 'repeats': 1, 'dim': 1}",
+                "known.up.weight (16, 8) -> Muon",
+                "unknown.Wqkv.weight (24, 8) -> Muon, left whole: named like a fused weight",
+                "unknown.lora.base_layer.weight (8, 8) -> Muon",
+                "unknown.lora.lora_A.default.weight (2, 8) -> Muon",
+                "unknown.lora.lora_B.default.weight (8, 2) -> Muon",
+                "unknown.qkv.0.weight (24, 8) -> Muon, left whole: named like a fused weight",
+                "unknown.c_attn.base_layer.weight (24, 8) -> Muon, left whole: named like a fused weight",
+                "unknown.c_attn.lora_A.default.weight (2, 8) -> Muon",
+                "unknown.c_attn.lora_B.default.weight (24, 2) -> Muon",
+                "bare.in_proj_weight (24, 8) -> Muon, left whole: named like a fused weight",
+            ],
+        )
 
 
 if __name__ == "__main__":

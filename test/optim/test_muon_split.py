@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Muon
-from torch.optim._newton_schulz import (
+from torch.optim._newton_schulz import BatchProducts, newton_schulz, Products
+from torch.optim._newton_schulz_variants import (
     _has_same_bits,
-    newton_schulz,
-    Products,
     products_for,
     SymmetricProducts,
 )
@@ -75,12 +74,14 @@ class TestMuonSplit(TestCase):
     def build(self, **options):
         """An optimizer of whole weights, and one of their parts as parameters of their own."""
         self.whole = [nn.Parameter(randn(1, *shape)) for shape, _ in FORMS]
-        self.parts = [
-            [nn.Parameter(p.clone()) for p in parts_of(whole.detach(), **form)]
-            for whole, (_, form) in zip(self.whole, FORMS)
-        ]
+        self.parts = []
+        for whole, (_, form) in zip(self.whole, FORMS, strict=True):
+            parts = parts_of(whole.detach(), **form)
+            self.parts.append([nn.Parameter(part.clone()) for part in parts])
         options = {"lr": 0.1, "allow_batched_matrices": True, **options}
-        groups = [{"params": [p], **form} for p, (_, form) in zip(self.whole, FORMS)]
+        groups = [
+            {"params": [param], **form} for param, (_, form) in zip(self.whole, FORMS)
+        ]
         alone = [{"params": parts} for parts in self.parts]
         return Muon(groups, **options), Muon(alone, **options)
 
@@ -98,19 +99,21 @@ class TestMuonSplit(TestCase):
             self.assertEqual(buffer.shape, shape)
             momentum = [alone.state[part]["momentum_buffer"] for part in parts]
             for mine, its in ((whole.detach(), parts), (buffer, momentum)):
-                found = parts_of(mine, **form)
-                same = map(torch.equal, found, its)
-                self.assertTrue(all(same), f"{shape} {form} {message}")
+                with self.subTest(mine=mine):
+                    found = parts_of(mine, **form)
+                    same = map(torch.equal, found, its)
+                    self.assertTrue(all(same), f"{shape} {form} {message}")
 
     def test_parts_are_parameters_of_their_own(self):
         for options in OPTIONS:
-            fused, alone = self.build(**options)
-            for seed in range(3):
-                # Gradients of channels_last layers have other strides.
-                self.set_gradients(seed, turned=seed != 1)
-                fused.step()
-                alone.step()
-            self.assertSame(fused, alone, options)
+            with self.subTest(options=options):
+                fused, alone = self.build(**options)
+                for seed in range(3):
+                    # Gradients of channels_last layers have other strides.
+                    self.set_gradients(seed, turned=seed != 1)
+                    fused.step()
+                    alone.step()
+                self.assertSame(fused, alone, options)
 
     def test_copies_and_checkpoints_keep_the_options(self):
         fused, alone = self.build()
@@ -119,17 +122,18 @@ class TestMuonSplit(TestCase):
         alone.step()
         # Stock Muon does not know the options, and JSON has lists instead of tuples.
         for unknown in ((), ("split", "flatten")):
-            state = copy.deepcopy(fused.state_dict())
-            groups = json.loads(json.dumps(state["param_groups"]))
-            for group in groups:
-                for option in unknown:
-                    del group[option]
-            fused, self.whole = copy.deepcopy((fused, self.whole))
-            fused.load_state_dict({**state, "param_groups": groups})
-            self.set_gradients(1)
-            fused.step()
-            alone.step()
-            self.assertSame(fused, alone)
+            with self.subTest(unknown=unknown):
+                state = copy.deepcopy(fused.state_dict())
+                groups = json.loads(json.dumps(state["param_groups"]))
+                for group in groups:
+                    for option in unknown:
+                        del group[option]
+                fused, self.whole = copy.deepcopy((fused, self.whole))
+                fused.load_state_dict({**state, "param_groups": groups})
+                self.set_gradients(1)
+                fused.step()
+                alone.step()
+                self.assertSame(fused, alone)
 
     def test_errors(self):
         qkv, conv, stack = randn(0, 48, 16), randn(1, 8, 6, 3, 3), randn(2, 4, 6, 8)
@@ -169,18 +173,21 @@ class TestMuonSplit(TestCase):
                 "positive ints.*'dim': None",
             ),
         ):
-            group = {"params": [("w", nn.Parameter(tensor))], **form}
-            options = {"allow_batched_matrices": tensor.ndim == 3}
-            for config in (None, "auto"):
-                with self.assertRaisesRegex(ValueError, expected) as found:
-                    Muon([group], distributed_config=config, **options)
-                self.assertIn("'w'", str(found.exception))
+            with self.subTest(form=form):
+                group = {"params": [("w", nn.Parameter(tensor))], **form}
+                options = {"allow_batched_matrices": tensor.ndim == 3}
+                for config in (None, "auto"):
+                    with self.subTest(config=config):
+                        with self.assertRaisesRegex(ValueError, expected) as found:
+                            Muon([group], distributed_config=config, **options)
+                        self.assertIn("'w'", str(found.exception))
 
     def test_unknown_keys_of_a_split(self):
         param = nn.Parameter(randn(0, 4, 4))
         for split in ({"size": (4,)}, {"sizes": (4,), "repeat": 1}):
-            with self.assertRaisesRegex(ValueError, "'sizes', 'repeats' and 'dim'"):
-                Muon([{"params": [param], "split": split}])
+            with self.subTest(split=split):
+                with self.assertRaisesRegex(ValueError, "'sizes', 'repeats' and 'dim'"):
+                    Muon([{"params": [param], "split": split}])
 
     def test_options_that_change(self):
         qkv = nn.Parameter(randn(0, 48, 16))
@@ -206,30 +213,34 @@ class TestMuonSplit(TestCase):
                 {"sizes": (1, 2), "repeats": 16, "dim": 0},
             ),
         ):
-            given = copy.deepcopy(split)
-            muon = Muon([{"params": [nn.Parameter(randn(0, 48, 16))], "split": split}])
-            stored = muon.param_groups[0]["split"]
-            self.assertEqual(stored, expected)
-            # As JSON gives it back.
-            state = json.loads(json.dumps(muon.state_dict()))
-            muon.load_state_dict(state)
-            self.assertEqual(muon.param_groups[0]["split"], expected)
-            if isinstance(stored, dict):
-                stored["sizes"] = ()
-            self.assertEqual(split, given)
+            with self.subTest(split=split):
+                given = copy.deepcopy(split)
+                muon = Muon(
+                    [{"params": [nn.Parameter(randn(0, 48, 16))], "split": split}]
+                )
+                stored = muon.param_groups[0]["split"]
+                self.assertEqual(stored, expected)
+                # As JSON gives it back.
+                state = json.loads(json.dumps(muon.state_dict()))
+                muon.load_state_dict(state)
+                self.assertEqual(muon.param_groups[0]["split"], expected)
+                if isinstance(stored, dict):
+                    stored["sizes"] = ()
+                self.assertEqual(split, given)
 
     def test_equal_splits_load_into_each_other(self):
         saved = {}
         for split in ((16, 32), {"sizes": [16, 32]}):
-            layer = nn.Linear(16, 48, bias=False)
-            muon = Muon([{"params": layer.parameters(), "split": split}], lr=0.1)
-            layer.weight.grad = randn(1, 48, 16)
-            muon.step()
-            state = get_optimizer_state_dict(layer, muon)
-            if not saved:
-                saved = copy.deepcopy(state)
-            # DCP loads the keys that this state has, and no others.
-            self.assertEqual(state["param_groups"], saved["param_groups"])
+            with self.subTest(split=split):
+                layer = nn.Linear(16, 48, bias=False)
+                muon = Muon([{"params": layer.parameters(), "split": split}], lr=0.1)
+                layer.weight.grad = randn(1, 48, 16)
+                muon.step()
+                state = get_optimizer_state_dict(layer, muon)
+                if not saved:
+                    saved = copy.deepcopy(state)
+                # DCP loads the keys that this state has, and no others.
+                self.assertEqual(state["param_groups"], saved["param_groups"])
 
     def test_memory_order_with_a_config(self):
         """Shards have the columns in the order of dimensions."""
@@ -249,8 +260,11 @@ class TestMuonSplit(TestCase):
     def test_stacks(self):
         stack = randn(0, 3, 16, 24)
         for config in (None, "auto"):
-            with self.assertRaisesRegex(ValueError, "2D.*allow_batched_matrices=True"):
-                Muon([stack], distributed_config=config)
+            with self.subTest(config=config):
+                with self.assertRaisesRegex(
+                    ValueError, "2D.*allow_batched_matrices=True"
+                ):
+                    Muon([stack], distributed_config=config)
         with self.assertRaisesRegex(ValueError, "2D"):
             Muon([stack[0, 0]], allow_batched_matrices=True)
 
@@ -258,14 +272,20 @@ class TestMuonSplit(TestCase):
         """But for the rounding of a batch, which is taken apart here. A compiler fuses a loop better."""
         found = []
         for foreach, compiles in ((False, False), (True, False), (True, True)):
-            fused, parts = self.build(foreach=foreach)
-            self.set_gradients(0)
-            compiling = mock.patch("torch.compiler.is_compiling", lambda: compiles)
-            with compiling, NewtonSchulzCalls() as calls:
-                fused.step()
-                parts.step()
-            self.assertEqual(bool(calls.batches), foreach and not compiles)
-            found.append([p.detach() for p in itertools.chain(self.whole, *self.parts)])
+            with self.subTest(foreach=foreach, compiles=compiles):
+                fused, parts = self.build(foreach=foreach)
+                self.set_gradients(0)
+                compiling = mock.patch("torch.compiler.is_compiling", lambda: compiles)
+                with compiling, NewtonSchulzCalls() as calls:
+                    fused.step()
+                    parts.step()
+                self.assertEqual(bool(calls.batches), foreach and not compiles)
+                found.append(
+                    [
+                        param.detach()
+                        for param in itertools.chain(self.whole, *self.parts)
+                    ]
+                )
         for others in found[1:]:
             self.assertTrue(all(map(torch.equal, found[0], others)))
 
@@ -278,9 +298,12 @@ class TestMuonSplit(TestCase):
     def test_keys_that_resemble_options(self):
         matrix, other = (nn.Parameter(torch.ones(8, 4)) for _ in range(2))
         for wrong, right in (("splits", "split"), ("flaten", "flatten")):
-            _, said = self.warnings_of(lambda: Muon([{"params": [matrix], wrong: 1}]))
-            text = f"Muon ignores '{wrong}' of a parameter group. Is it '{right}'?"
-            self.assertEqual(said, [text])
+            with self.subTest(wrong=wrong, right=right):
+                _, said = self.warnings_of(
+                    lambda: Muon([{"params": [matrix], wrong: 1}])
+                )
+                text = f"Muon ignores '{wrong}' of a parameter group. Is it '{right}'?"
+                self.assertEqual(said, [text])
         # Keys of options, schedulers and frameworks.
         group = {"params": [matrix], "split": (4, 4), "initial_lr": 1, "lr_scale": 1}
         muon, said = self.warnings_of(lambda: Muon([group]))
@@ -295,40 +318,51 @@ class TestMuonSplit(TestCase):
     def test_kernels_as_stacks(self):
         experts = nn.Parameter(torch.ones(4, 8, 32))
         for conv in (nn.Conv2d(8, 16, 3), nn.Conv1d(8, 16, 5), nn.Conv2d(3, 8, 16)):
-            stacks = {"allow_batched_matrices": True}
-            params = experts, conv.weight, torch.ones(2, 2, 2)
-            groups = [{"params": [param]} for param in params]
-            muon, said = self.warnings_of(lambda: Muon(groups, **stacks))
-            self.assertEqual(len(said), 1, said)
-            self.assertIn("flatten=True", said[0])
-            more = {"params": [torch.ones(4, 4, 3, 3)]}
-            _, said = self.warnings_of(lambda: muon.add_param_group(more))
-            self.assertEqual(said, [])
-            groups = [{"params": [experts]}, {"params": [conv.weight], "flatten": True}]
-            _, said = self.warnings_of(lambda: Muon(groups, **stacks))
-            self.assertEqual(said, [])
+            with self.subTest(conv=conv):
+                stacks = {"allow_batched_matrices": True}
+                params = experts, conv.weight, torch.ones(2, 2, 2)
+                groups = [{"params": [param]} for param in params]
+                muon, said = self.warnings_of(lambda: Muon(groups, **stacks))
+                self.assertEqual(len(said), 1, said)
+                self.assertIn("flatten=True", said[0])
+                more = {"params": [torch.ones(4, 4, 3, 3)]}
+                _, said = self.warnings_of(lambda: muon.add_param_group(more))
+                self.assertEqual(said, [])
+                groups = [
+                    {"params": [experts]},
+                    {"params": [conv.weight], "flatten": True},
+                ]
+                _, said = self.warnings_of(lambda: Muon(groups, **stacks))
+                self.assertEqual(said, [])
 
-    @mock.patch("torch.optim._newton_schulz._has_same_bits", lambda: True)
+    @mock.patch("torch.optim._newton_schulz_variants._has_same_bits", lambda: True)
     def test_symmetric_products_where_they_have_the_same_bits(self):
         x = randn(0, 512, 512).bfloat16()
         for threads, is_alike in ((2, True), (3, False)):
-            with mock.patch("torch.get_num_threads", return_value=threads):
-                products = products_for(x, "quintic")
-            self.assertIs(isinstance(products, SymmetricProducts), is_alike)
+            with self.subTest(threads=threads, is_alike=is_alike):
+                with mock.patch("torch.get_num_threads", return_value=threads):
+                    products = products_for(x, "quintic")
+                self.assertIs(products is SymmetricProducts, is_alike)
 
     def test_bits_of_plain_products(self):
         # Blocks of even and odd sizes on two levels, a batch, and a matrix too small for blocks.
         for shape in ((64, 96), (2, 512, 512), (700, 513), (601, 900), (1024, 1025)):
-            matrix = randn(3, *shape).bfloat16()
-            for algorithm in ("quintic", "gram"):
-                plain, symmetric = (
-                    newton_schulz(matrix, COEFFICIENTS, 2, 1e-7, algorithm, products)
-                    for products in (Products(), SymmetricProducts())
-                )
-                difference = (plain - symmetric).float().norm() / plain.float().norm()
-                # Other CPUs round a product by the size of its blocks.
-                most = 0 if _has_same_bits() or shape == (64, 96) else 0.02
-                self.assertLessEqual(difference, most, f"{shape} {algorithm}")
+            with self.subTest(shape=shape):
+                matrix = randn(3, *shape).bfloat16()
+                torchs = Products if matrix.ndim == 2 else BatchProducts
+                for algorithm in ("quintic", "gram"):
+                    with self.subTest(algorithm=algorithm):
+                        plain, symmetric = (
+                            newton_schulz(
+                                matrix, COEFFICIENTS, 2, 1e-7, algorithm, products
+                            )
+                            for products in (torchs, SymmetricProducts)
+                        )
+                        distance = (plain - symmetric).float().norm()
+                        difference = distance / plain.float().norm()
+                        # Other CPUs round a product by the size of its blocks.
+                        most = 0 if _has_same_bits() or shape == (64, 96) else 0.02
+                        self.assertLessEqual(difference, most, f"{shape} {algorithm}")
 
 
 if __name__ == "__main__":

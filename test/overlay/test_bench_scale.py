@@ -20,6 +20,7 @@ from tools.overlay.payload import ROOT
 from torch.optim._muon_engine.layouts.layout import check_cover
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
+from torch.optim._muon_engine.schedule.levels import passed_on
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from tools.bench.models import Model
 
@@ -100,7 +101,7 @@ def assert_as_packs(schedule, plan, place, rank):
         first = hops[0].nbytes[OUT, :, place].sum()
         assert first == sent.nbytes if len(hops) == 1 else first <= sent.nbytes
         if len(hops) == 2:
-            passed = sum(map(sum, schedule.passed_on(plan.bucket, rank)[at]))
+            passed = sum(map(sum, passed_on(schedule, plan.bucket, rank)[at]))
             # The rank copies what stays on it in one of the two hops.
             nbytes = hops[1].nbytes[OUT, :, place].sum()
             assert nbytes <= passed * sent.dtype.itemsize

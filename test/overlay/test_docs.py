@@ -173,12 +173,16 @@ def test_named_files_exist(document):
     assert missing == []
 
 
-def test_files_of_the_engine_are_all_described():
-    engine = ROOT / "torch" / "optim" / "_muon_engine"
-    files = {path.relative_to(engine).as_posix() for path in engine.rglob("*.py")}
-    there = {name for name in files if (engine / name).stat().st_size} - {"__init__.py"}
+@pytest.mark.parametrize(
+    ("package", "section"),
+    [("_muon_engine", "The files"), ("_muon_models", "Rules about models")],
+)
+def test_files_of_a_package_are_all_described(package, section):
+    folder = ROOT / "torch" / "optim" / package
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+    there = {name for name in files if (folder / name).stat().st_size} - {"__init__.py"}
     text = (ROOT / "docs" / "engine.md").read_text()
-    table = text.partition("## The files")[2].partition("\n## ")[0]
+    table = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`([\w/]+\.py)`", " ".join(rows))) == there
 

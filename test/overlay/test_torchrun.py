@@ -79,11 +79,11 @@ def job(folder):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.optim._muon_engine.schedule import buckets, owners
+    from torch.optim._muon_engine.schedule import buckets, division
     from torch.optim.muon import create_dtensor_config, Muon
 
     # As if these ranks were many, and the matrices large.
-    buckets.MAX_PEERS, owners.MIN_DIVIDED = 1, 8
+    buckets.MAX_PEERS, division.MIN_DIVIDED = 1, 8
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS / 4))
     rank, saved = dist.get_rank(), folder / "checkpoint"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

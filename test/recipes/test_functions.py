@@ -24,7 +24,7 @@ from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
     FUNCTIONAL,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 
 
 @torch.no_grad()

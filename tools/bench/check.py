@@ -4,15 +4,15 @@ On one machine, loopback hides transfers and the processes share cores. Therefor
 here, and each exchange occupies its rank for a latency per message. The real engine runs everything else.
 """
 
-import itertools
 import math
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import _muon_formulas, Muon
@@ -26,10 +26,32 @@ from .table import render
 
 
 WORLD, PEERS = 4, 3
-# The time of an exchange with three peers over that of a bucket's Newton-Schulz; whether all owners work
-# at the same time, and prefetch_count.
-FLAGS = tuple(itertools.product((False, True), (0, 1, 2)))
-SETTINGS = tuple(itertools.product((0.5, 1.0), FLAGS))
+
+
+class Setting(NamedTuple):
+    """A step to measure and to simulate.
+
+    Args:
+        share: the time of an exchange with three peers over that of a bucket's Newton-Schulz.
+        is_parallel: whether all owners work at the same time.
+        prefetch: prefetch_count.
+    """
+
+    share: float
+    is_parallel: bool
+    prefetch: int
+
+    def __str__(self) -> str:
+        owners = "all owners at once" if self.is_parallel else "one owner at a time"
+        return f"{self.share:g} x, {owners}, prefetch_count {self.prefetch}"
+
+
+SETTINGS = [
+    Setting(share, is_parallel, prefetch)
+    for share in (0.5, 1.0)
+    for is_parallel in (False, True)
+    for prefetch in (0, 1, 2)
+]
 # Seconds of Newton-Schulz per matrix. Each bucket has one matrix per owner.
 SLEEP = 0.02
 
@@ -47,36 +69,60 @@ class SlowWire:
         return mock.Mock(wait=work.result) if async_op else work.result()
 
     def _exchange(self, *args: Any, **kwargs: Any) -> None:
-        splits = kwargs["output_split_sizes"], kwargs["input_split_sizes"]
-        time.sleep(self.latency * max(sum(map(bool, sizes)) for sizes in splits))
+        received = np.count_nonzero(kwargs["output_split_sizes"])
+        sent = np.count_nonzero(kwargs["input_split_sizes"])
+        messages = max(received, sent)
+        time.sleep(self.latency * messages)
         self.original(*args, **kwargs)
 
 
-def work(rank: int, world: int, reps: int) -> list[tuple[list[float], float]]:
-    """The measured seconds of each repetition and the simulated seconds, by setting."""
+class Measured(NamedTuple):
+    """The seconds of each repetition on one rank, and the simulated seconds."""
+
+    times: list[float]
+    simulated: float
+
+
+def work(rank: int, world: int, repetitions: int) -> list[Measured]:
+    """The measurements of this rank, by setting."""
     laid = lay("shard", "square", world)
-    flops = newton_schulz_flops(laid.shapes[0]) / SLEEP
-    found = []
-    for share, (parallel, prefetch) in SETTINGS:
-        config = laid.make_config(prefetch)
-        config.async_gpu_parallelism = parallel
+    flops = newton_schulz_flops(laid.shapes[0])
+    measurements = []
+    for setting in SETTINGS:
+        config = laid.make_config(setting.prefetch)
+        config.async_gpu_parallelism = setting.is_parallel
         optimizer = Muon(laid.params, distributed_config=config)
-        latency = share * SLEEP / PEERS
-        hardware = Hardware(flops, 1.0, math.inf, math.inf, latency, latency, 1)
+        latency = setting.share * SLEEP / PEERS
+        hardware = Hardware(
+            peak_flops=flops / SLEEP,
+            utilization=1.0,
+            intra_bandwidth=math.inf,
+            inter_bandwidth=math.inf,
+            intra_latency=latency,
+            inter_latency=latency,
+            gpus_per_node=1,
+        )
         plan = make_plan(optimizer._engine.schedule, world, hardware.gpus_per_node)
-        simulated = simulate(plan, hardware, prefetch).seconds
-        times = []
-        with (
-            mock.patch.object(_muon_formulas, "newton_schulz", _sleep),
-            mock.patch.object(dist, "all_to_all_single", SlowWire(latency)),
-        ):
-            for _ in range(reps + 1):
-                dist.barrier()
-                began = time.perf_counter()
-                optimizer.step()
-                times.append(time.perf_counter() - began)
-        found.append((times[1:], simulated))
-    return found
+        simulated = simulate(plan, hardware, setting.prefetch)
+        times = _times(optimizer, SlowWire(latency), repetitions)
+        measurements.append(Measured(times, simulated.seconds))
+    return measurements
+
+
+def _times(optimizer: Muon, wire: SlowWire, repetitions: int) -> list[float]:
+    """The seconds of each step after the first one, which makes all state."""
+    times = []
+    with (
+        mock.patch.object(_muon_formulas, "newton_schulz", _sleep),
+        mock.patch.object(dist, "all_to_all_single", wire),
+    ):
+        for _ in range(repetitions + 1):
+            dist.barrier()
+            began = time.perf_counter()
+            optimizer.step()
+            ended = time.perf_counter()
+            times.append(ended - began)
+    return times[1:]
 
 
 def _sleep(matrix: Tensor, *how: Any, out: Tensor | None = None) -> Tensor:
@@ -84,26 +130,26 @@ def _sleep(matrix: Tensor, *how: Any, out: Tensor | None = None) -> Tensor:
     return matrix.clone()
 
 
-def rows(
-    results: Sequence[list[tuple[list[float], float]]],
-) -> list[tuple[str, float, float]]:
+def rows(results: Sequence[list[Measured]]) -> list[tuple[str, float, float]]:
     """Setting, measured seconds of the slowest rank, simulated seconds.
 
     The fastest repetition counts: other programs delay all of them, and nothing makes a sleep shorter.
     """
     found = []
-    for (share, (parallel, prefetch)), ranks in zip(SETTINGS, zip(*results)):
-        owners = "all owners at once" if parallel else "one owner at a time"
-        measured = min(map(max, *(times for times, _ in ranks)))
-        setting = f"{share:g} x, {owners}, prefetch_count {prefetch}"
-        found.append((setting, measured, ranks[0][1]))
+    for setting, ranks in zip(SETTINGS, zip(*results, strict=True), strict=True):
+        repetitions = zip(*(rank.times for rank in ranks), strict=True)
+        measured = min(map(max, repetitions))
+        found.append((str(setting), measured, ranks[0].simulated))
     return found
 
 
-def text(results: Sequence[list[tuple[list[float], float]]]) -> str:
+def text(results: Sequence[list[Measured]]) -> str:
     head = ["exchange x Newton-Schulz", "ms", "simulated", "ms / simulated"]
-    cells = [
-        [setting, f"{1e3 * ms:.0f}", f"{1e3 * simulated:.0f}", f"{ms / simulated:.2f}"]
-        for setting, ms, simulated in rows(results)
-    ]
-    return f"{render(head, cells)}\n\nload average {os.getloadavg()[1]:.1f}"
+    cells = []
+    for setting, measured, simulated in rows(results):
+        ratio = measured / simulated
+        times = f"{1e3 * measured:.0f}", f"{1e3 * simulated:.0f}"
+        cells.append([setting, *times, f"{ratio:.2f}"])
+    table = render(head, cells)
+    _, load, _ = os.getloadavg()
+    return f"{table}\n\nload average {load:.1f}"

@@ -1,9 +1,11 @@
 """The commands of the bench and their arguments."""
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from . import check, contestants, fleet, page, splits, step, table, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
@@ -12,53 +14,76 @@ from .scale.cases import CASES
 from .scale.hardware import GPUS, Hardware
 
 
+class Command(NamedTuple):
+    """A command of the bench: what runs it, and what it does."""
+
+    run: Callable[[argparse.Namespace], Iterator[str]]
+    summary: str
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
-    for name, run, words in (
-        ("step", run_step, "time a step of each implementation"),
-        ("bytes", run_bytes, "count what a step sends"),
-        ("scale", run_scale, "simulate a step of public models on many ranks"),
-        ("check", run_check, "compare simulated steps with real ones on a slow wire"),
-        ("splits", run_splits, "compare fused weights with and without split"),
-    ):
-        command = commands.add_parser(name, help=words)
+    for name, (run, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
         command.set_defaults(run=run)
-        add = command.add_argument
-        add("--write", type=Path, metavar="FOLDER", help=f"also write {name}.md")
+        command.add_argument(
+            "--write",
+            type=Path,
+            metavar="FOLDER",
+            help=f"also write {name}.md",
+        )
         if name == "scale":
-            add("--only", default="", metavar="WORDS", help="rows whose title has them")
-            add("--prefetch", type=int, default=1, help="prefetch_count")
-            add("--html", type=Path, metavar="FILE", help="a page about one row")
-            what = (
-                f"{', '.join(GPUS)}, gpu.json, or fields: {', '.join(vars(Hardware()))}"
-            )
-            more = {"nargs": "+", "default": [], "metavar": "NAME[=VALUE] or FILE"}
-            add("--hardware", help=what, **more)
-            add("--model", metavar="FILE", help=f"your model: {own.SOURCES}")
-            add("--ranks", type=int, default=64, help="GPUs for --model")
-            add("--layout", default="fsdp", help=f"of --model: {own.FORMS}")
-            add("--tokens", type=int, help="tokens of a training step")
-            add("--active-experts", type=int, metavar="K", help="experts of a token")
+            _add_simulation(command.add_argument)
             continue
-        add("--timeout", type=float, default=900.0, help="seconds of one table")
+        command.add_argument(
+            "--timeout",
+            type=float,
+            default=900.0,
+            help="seconds of one table",
+        )
         if name != "bytes":
-            add("--reps", type=int, default=11)
-        if name in ("check", "splits"):
-            continue
-        add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-        add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
-        add("--world", nargs="+", type=int, default=[2, 4], help="processes")
-        add("--prefetch", nargs="+", type=int, default=[1], help="prefetch_count")
-        add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
-        others = list(contestants.IMPLEMENTATIONS)[1:]
-        add("--against", nargs="*", choices=others, default=others, metavar="OTHER")
+            command.add_argument("--reps", type=int, default=11)
+        if name in ("step", "bytes"):
+            _add_comparison(command.add_argument)
     return result
+
+
+def _add_simulation(add: Callable[..., object]) -> None:
+    """The arguments of ``scale``."""
+    add("--only", default="", metavar="WORDS", help="rows whose title has them")
+    add("--prefetch", type=int, default=1, help="prefetch_count")
+    add("--html", type=Path, metavar="FILE", help="a page about one row")
+    gpus = ", ".join(GPUS)
+    fields = ", ".join(vars(Hardware()))
+    add(
+        "--hardware",
+        help=f"{gpus}, gpu.json, or fields: {fields}",
+        nargs="+",
+        default=[],
+        metavar="NAME[=VALUE] or FILE",
+    )
+    add("--model", metavar="FILE", help=f"your model: {own.SOURCES}")
+    add("--ranks", type=int, default=64, help="GPUs for --model")
+    add("--layout", default="fsdp", help=f"of --model: {own.FORMS}")
+    add("--tokens", type=int, help="tokens of a training step")
+    add("--active-experts", type=int, metavar="K", help="experts of a token")
+
+
+def _add_comparison(add: Callable[..., object]) -> None:
+    """The arguments of commands that compare implementations."""
+    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
+    add("--world", nargs="+", type=int, default=[2, 4], help="processes")
+    add("--prefetch", nargs="+", type=int, default=[1], help="prefetch_count")
+    add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
+    _, *others = contestants.IMPLEMENTATIONS
+    add("--against", nargs="*", choices=others, default=others, metavar="OTHER")
 
 
 def main(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
-    texts = []
+    texts: list[str] = []
     try:
         for text in args.run(args):
             print(text, end="\n\n", flush=True)
@@ -72,58 +97,76 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
-    ours = [f"ours-{p}-{a}" for p in args.prefetch for a in args.algorithms]
-    return [*ours, *args.against]
+    names = []
+    for prefetch in args.prefetch:
+        for algorithm in args.algorithms:
+            names.append(f"ours-{prefetch}-{algorithm}")
+    return [*names, *args.against]
 
 
-def jobs(args: argparse.Namespace, reps: int = 1) -> Iterator[tuple[step.Job, int]]:
+def jobs(
+    args: argparse.Namespace, repetitions: int = 1
+) -> Iterator[tuple[step.Job, int]]:
     """Every layout, workload and number of processes that fit together."""
-    for workload in args.workloads:
-        for world in args.world:
-            for layout in args.layouts:
-                if fits(layout, world):
-                    able = contestants.able(names_of(args), layout)
-                    yield step.Job(layout, workload, able, reps), world
+    names = names_of(args)
+    combinations = itertools.product(args.workloads, args.world, args.layouts)
+    for workload, world, layout in combinations:
+        if fits(layout, world):
+            able = contestants.able(names, layout)
+            yield step.Job(layout, workload, able, repetitions), world
 
 
 def legend(args: argparse.Namespace) -> str:
-    words = contestants.IMPLEMENTATIONS
-    return "\n".join(f"{name}: {words[name]}" for name in ("ours", *args.against))
+    lines = []
+    for name in ("ours", *args.against):
+        lines.append(f"{name}: {contestants.IMPLEMENTATIONS[name]}")
+    return "\n".join(lines)
 
 
 def run_step(args: argparse.Namespace) -> Iterator[str]:
     yield legend(args)
+    names = names_of(args)
     rows = []
     for job, world in jobs(args, args.reps):
         results = fleet.run(step.work, job, world, args.timeout)
         yield step.text(job, results)
-        found = step.ratios(results, min(world, table.cores()))
-        middle = {name: f"{quartiles[1]:.2f}" for name, (_, quartiles) in found.items()}
-        cells = [middle.get(name, "refuses") for name in names_of(args)]
+        at_once = min(world, table.cores())
+        medians = {}
+        for name, (_, quartiles) in step.ratios(results, at_once).items():
+            _, median, _ = quartiles
+            medians[name] = f"{median:.2f}"
+        cells = [medians.get(name, "refuses") for name in names]
         rows.append([step.title(job, world), *cells])
-    yield table.render(["x limit", *names_of(args)], rows)
+    yield table.render(["x limit", *names], rows)
 
 
 def run_bytes(args: argparse.Namespace) -> Iterator[str]:
     yield legend(args)
     for job, world in jobs(args):
-        yield traffic.text(job, fleet.run(traffic.work, job, world, args.timeout))
+        results = fleet.run(traffic.work, job, world, args.timeout)
+        yield traffic.text(job, results)
 
 
 def run_check(args: argparse.Namespace) -> Iterator[str]:
-    yield check.text(fleet.run(check.work, args.reps, check.WORLD, args.timeout))
+    results = fleet.run(check.work, args.reps, check.WORLD, args.timeout)
+    yield check.text(results)
 
 
 def run_splits(args: argparse.Namespace) -> Iterator[str]:
     results = fleet.run(splits.work, args.reps, 2, args.timeout)
-    unsplit, *slowest = [list(map(max, zip(*times))) for times in zip(*results)]
-    ratios = [[f"{a / b:.2f}" for a, b in zip(of, unsplit)] for of in slowest]
-    rows = [[str(split), *cells] for split, cells in zip(splits.SPLITS, ratios)]
+    # By split: the seconds of planning and of packing on the slowest rank.
+    unsplit, *split_ones = splits.slowest(results)
+    rows = []
+    for split, seconds in zip(splits.SPLITS, split_ones):
+        planning = seconds[0] / unsplit[0]
+        packing = seconds[1] / unsplit[1]
+        rows.append([str(split), f"{planning:.2f}", f"{packing:.2f}"])
     yield table.render(["x unsplit", "planning", "packing"], rows)
 
 
 def run_scale(args: argparse.Namespace) -> Iterator[str]:
-    how = Hardware().with_values(args.hardware), args.prefetch
+    hardware = Hardware().with_values(args.hardware)
+    prefetch = args.prefetch
     cases = [case for case in CASES if args.only in case.title]
     if args.model is not None:
         model, notes = own.read(args.model, args.active_experts)
@@ -134,14 +177,25 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
     if args.html is not None and len(cases) > 1:
         titles = "\n".join(case.title for case in cases)
         raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
-    found = []
+    reports = []
     for case in cases:
-        schedule = report.schedule_of(case, how[0])
-        found.append(report.report(case, schedule, *how))
+        schedule = report.schedule_of(case, hardware)
+        reports.append(report.report(case, schedule, hardware, prefetch))
         if args.html is not None:
-            page.write(args.html, case.title, schedule, case.world, *how)
+            page.write(args.html, case.title, schedule, case.world, hardware, prefetch)
     if args.model is not None:
-        yield own.answer(found[0], notes, *how)
+        yield own.answer(reports[0], notes, hardware, prefetch)
         return
-    yield report.text(found)
-    yield report.divided_text(found)
+    yield report.text(reports)
+    yield report.divided_text(reports)
+
+
+COMMANDS = {
+    "step": Command(run_step, "time a step of each implementation"),
+    "bytes": Command(run_bytes, "count what a step sends"),
+    "scale": Command(run_scale, "simulate a step of public models on many ranks"),
+    "check": Command(
+        run_check, "compare simulated steps with real ones on a slow wire"
+    ),
+    "splits": Command(run_splits, "compare fused weights with and without split"),
+}

@@ -26,7 +26,9 @@ IMPLEMENTATIONS = {
 
 def able(names: Iterable[str], layout: str) -> tuple[str, ...]:
     """The implementations of ``names`` that support ``layout``; stock Muon refuses flat shards."""
-    return tuple(n for n in names if (n, layout) != ("stock", "fsdp1"))
+    if layout == "fsdp1":
+        return tuple(name for name in names if name != "stock")
+    return tuple(names)
 
 
 def make(
@@ -35,21 +37,20 @@ def make(
     """The optimizer ``name``. ``ours`` has read the layouts already."""
     if name.startswith("ours"):
         _, prefetch, *rest = name.split("-")
-        algorithm = rest[0] if rest else "quintic"
-        foreach = True if "foreach" in rest else None
         return Muon(
             laid.params,
             momentum=MOMENTUM,
             distributed_config=laid.make_config(int(prefetch)),
-            ns_algorithm=algorithm,
-            foreach=foreach,
+            ns_algorithm=rest[0] if rest else "quintic",
+            foreach=True if "foreach" in rest else None,
             **OPTIONS,
         )
     if name == "stock":
         return stock().Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
-    if name in ("adamw", "fused"):
-        how = {"foreach" if name == "adamw" else name: True}
-        return AdamW(laid.params, **how, **OPTIONS)
+    if name == "adamw":
+        return AdamW(laid.params, foreach=True, **OPTIONS)
+    if name == "fused":
+        return AdamW(laid.params, fused=True, **OPTIONS)
     return AllGatherMuon(laid, ours)
 
 
@@ -61,30 +62,34 @@ class AllGatherMuon:
 
     def __init__(self, laid: Laid, ours: Muon) -> None:
         regions = engine_view.regions(ours)
-        momenta = [torch.zeros_like(local_of(p)) for p in laid.params]
-        self.matrices = list(zip(laid.params, laid.shapes, regions, momenta))
+        momenta = [torch.zeros_like(local_of(param)) for param in laid.params]
+        columns = laid.params, laid.shapes, regions, momenta
+        self.matrices = list(zip(*columns, strict=True))
 
     @torch.no_grad()
     def step(self) -> None:
-        triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+        coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
         for param, shape, region, momentum in self.matrices:
             local, grad = local_of(param), local_of(param.grad)
             momentum.lerp_(grad, 1 - MOMENTUM)
-            whole = _whole(param, shape, grad.lerp(momentum, MOMENTUM).bfloat16())
-            update = ns.newton_schulz(whole, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
-            scale = max(1, shape[0] / shape[1]) ** 0.5
+            ahead = grad.lerp(momentum, MOMENTUM)
+            whole = _whole(param, shape, ahead.bfloat16())
+            update = ns.newton_schulz(whole, coefficients, ns.DEFAULT_NS_STEPS, ns.EPS)
+            rows, columns = shape
+            scale = max(1, rows / columns) ** 0.5
             local.mul_(1 - LR * WEIGHT_DECAY)
-            local.view(region.height, region.width).add_(
-                region.of_matrix(update), alpha=-LR * scale
-            )
+            rectangle = local.view(region.height, region.width)
+            rectangle.add_(region.of_matrix(update), alpha=-LR * scale)
 
 
 def _whole(param: Tensor, shape: Shape, part: Tensor) -> Tensor:
     if isinstance(param, DTensor):
-        like = param.device_mesh, param.placements
-        return DTensor.from_local(part, *like, run_check=False).full_tensor()
+        mesh, placements = param.device_mesh, param.placements
+        distributed = DTensor.from_local(part, mesh, placements, run_check=False)
+        return distributed.full_tensor()
     if part.shape == shape:
         return part
     whole = part.new_empty(shape)
-    dist.all_gather(list(whole.view(-1).chunk(dist.get_world_size())), part)
+    parts = whole.view(-1).chunk(dist.get_world_size())
+    dist.all_gather(list(parts), part)
     return whole

@@ -4,15 +4,15 @@ import math
 import time
 import timeit
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
-from torch.optim._muon_engine import describe
+from torch.optim._muon_reports import describe
 from torch.optim._muon_engine.layouts.layout import Region
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from .layouts import local_of
 
@@ -23,33 +23,42 @@ def all_to_alls(optimizer: Muon) -> list[tuple]:
     calls = []
     for bucket in engine.schedule.buckets:
         group = engine.groups.get(bucket.ranks)
-        if group is not None:
-            packs = engine.schedule.packs(bucket, engine.rank)
-            for receive, send in (
-                (packs.gather_recv, packs.gather_send),
-                (packs.scatter_recv, packs.scatter_send),
-            ):
-                splits = list(receive.split_sizes), list(send.split_sizes)
-                how = {"dtype": send.dtype, "device": engine.device}
-                flat = [torch.zeros(sum(sizes), **how) for sizes in splits]
-                calls.append((*flat, *splits, group))
+        if group is None:
+            continue
+        packs = engine.schedule.packs(bucket, engine.rank)
+        for receive, send in (
+            (packs.gather_recv, packs.gather_send),
+            (packs.scatter_recv, packs.scatter_send),
+        ):
+            received = list(receive.split_sizes)
+            sent = list(send.split_sizes)
+            options = {"dtype": send.dtype, "device": engine.device}
+            target = torch.zeros(sum(received), **options)
+            source = torch.zeros(sum(sent), **options)
+            calls.append((target, source, received, sent, group))
     return calls
 
 
 def regions(optimizer: Muon) -> list[Region]:
     """The rectangle of each parameter that this rank holds."""
     engine = optimizer._engine
-    return [layout.shards.of(engine.rank)[0] for layout in engine.schedule.layouts]
+    found = []
+    for layout in engine.schedule.layouts:
+        of_rank = layout.shards.of(engine.rank)
+        found.append(of_rank[0])
+    return found
 
 
 def is_source(optimizer: Muon, index: int) -> bool:
     """Whether this rank's shard of a parameter is part of the orthogonalized matrix."""
-    return optimizer._engine.schedule.is_source(index, optimizer._engine.rank)
+    engine = optimizer._engine
+    return engine.schedule.is_source(index, engine.rank)
 
 
 def batch_size(shape: tuple[int, int]) -> int:
     """How many matrices of ``shape`` a step orthogonalizes together on an accelerator."""
-    nbytes = math.prod(shape) * ns.NS_DTYPE.itemsize
+    elements = math.prod(shape)
+    nbytes = elements * ns.NS_DTYPE.itemsize
     return max(1, _muon_formulas._BATCH_BYTES // nbytes)
 
 
@@ -62,7 +71,9 @@ def least_bytes(optimizer: Muon) -> int:
     elements = 0
     for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
         kept = layout.shards.numel_of(owner)
-        elements += layout.numel - kept + sum(layout.shards.numels) - kept
+        gathered = layout.numel - kept
+        scattered = sum(layout.shards.numels) - kept
+        elements += gathered + scattered
     return elements * ns.NS_DTYPE.itemsize
 
 
@@ -79,7 +90,36 @@ def planning_and_packing(groups: list[dict], config: object) -> list[float]:
 
 def without_newton_schulz() -> Any:
     """A context in which a step has all but the products of Newton-Schulz."""
-    return mock.patch.object(_muon_formulas, "newton_schulz", lambda x, *_, **__: x)
+
+    def identity(matrix: Tensor, *_: Any, **__: Any) -> Tensor:
+        return matrix
+
+    return mock.patch.object(_muon_formulas, "newton_schulz", identity)
+
+
+class _Batch(NamedTuple):
+    """Plain storage of parameters of one shape, and the matrices that a step orthogonalizes together."""
+
+    shape: tuple[int, ...]
+    params: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+    matrices: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, optimizer: Muon, shape: tuple[int, ...], params: list[Tensor]
+    ) -> "_Batch":
+        momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+        stored = [local_of(param) for param in params]
+        stack = torch.zeros_like(torch.stack(stored), dtype=ns.NS_DTYPE)
+        return cls(
+            shape,
+            stored,
+            [local_of(param.grad) for param in params],
+            [local_of(momentum) for momentum in momenta],
+            list(stack.unbind()),
+        )
 
 
 def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -91,30 +131,27 @@ def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
     formulas = _muon_formulas.MuonFormulas.of_group(group)
     by_shape: dict[tuple[int, ...], list[Tensor]] = {}
     for param in group["params"]:
-        by_shape.setdefault(tuple(param.shape), []).append(param)
+        shape = tuple(param.shape)
+        by_shape.setdefault(shape, []).append(param)
     batches = []
     for shape, params in by_shape.items():
         size = batch_size(shape)
         for first in range(0, len(params), size):
             batch = params[first : first + size]
-            momenta = [optimizer.state[p]["momentum_buffer"] for p in batch]
-            stored = [
-                [local_of(tensor) for tensor in tensors]
-                for tensors in (batch, [p.grad for p in batch], momenta)
-            ]
-            whole = torch.zeros_like(torch.stack(stored[0]), dtype=ns.NS_DTYPE)
-            batches.append((shape, *stored, list(whole.unbind())))
+            batches.append(_Batch.of(optimizer, shape, batch))
 
     @torch.no_grad()
     def before() -> None:
-        for _, _, grads, momenta, wholes in batches:
-            formulas.accumulate(momenta, grads)
-            torch._foreach_copy_(wholes, list(formulas.prepare(momenta, grads)))
+        for batch in batches:
+            formulas.accumulate(batch.momenta, batch.grads)
+            blended = formulas.blend(batch.momenta, batch.grads)
+            torch._foreach_copy_(batch.matrices, list(blended))
 
     @torch.no_grad()
     def after() -> None:
-        for shape, params, _, _, wholes in batches:
-            formulas.apply(params, wholes, shape)
+        for batch in batches:
+            step_size = formulas.step_size(batch.shape, batch.params[0].device)
+            formulas.apply(batch.params, batch.matrices, step_size)
 
     return before, after
 
@@ -122,7 +159,12 @@ def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
 def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:
     """The tables of ``Muon.describe()`` on ``rank``, and the bytes of the buffers that it keeps."""
     tables, memory = [], 0
-    for ranks in dict.fromkeys(b.ranks for b in schedule.buckets if rank in b.ranks):
-        tables.append("\n".join(describe._table(schedule, ranks, rank, prefetch)))
-        memory += describe.bytes_of(schedule, ranks, rank, prefetch)[2]
+    # Without repetitions, in the order of buckets.
+    groups = dict.fromkeys(bucket.ranks for bucket in schedule.buckets)
+    for ranks in groups:
+        if rank in ranks:
+            lines = describe._table(schedule, ranks, rank, prefetch)
+            tables.append("\n".join(lines))
+            _, _, nbytes = describe.bytes_of(schedule, ranks, rank, prefetch)
+            memory += nbytes
     return "\n\n".join(tables), memory

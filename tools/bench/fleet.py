@@ -43,11 +43,17 @@ def run(
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", __name__])
     # A fork cannot use CUDA if an import has asked the server for its devices.
-    how = {"start_method": "forkserver" if device == "cpu" else "spawn"}
+    start_method = "forkserver" if device == "cpu" else "spawn"
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = world, folder, seconds, device, work, job
-        ranks = start_processes(_rank, job, world, join=False, daemon=True, **how)
+        ranks = start_processes(
+            _rank,
+            (world, folder, seconds, device, work, job),
+            world,
+            join=False,
+            daemon=True,
+            start_method=start_method,
+        )
         try:
             while not ranks.join(ends - time.monotonic()):
                 if time.monotonic() > ends:
@@ -58,8 +64,11 @@ def run(
             for process in ranks.processes:
                 process.kill()
                 process.join()
-        answers = [Path(folder, str(rank)) for rank in range(world)]
-        return [pickle.loads(answer.read_bytes()) for answer in answers]
+        results = []
+        for rank in range(world):
+            answer = Path(folder, str(rank))
+            results.append(pickle.loads(answer.read_bytes()))
+        return results
 
 
 def _rank(
@@ -74,22 +83,25 @@ def _rank(
     torch.set_num_threads(1)
     # DTensor warns about slow redistributions of stock Muon, once per rank.
     torch._logging.set_logs(all=logging.ERROR)
-    if "lo" in (name for _, name in socket.if_nameindex()):
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if "lo" in interfaces:
         # gloo may be unable to resolve the name of this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mine = None
+    accelerator = None
     if device != "cpu":
-        mine = torch.device(device, rank)
-        torch.accelerator.set_device_index(mine)
+        accelerator = torch.device(device, rank)
+        torch.accelerator.set_device_index(accelerator)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         init_method=Path(folder, "rendezvous").as_uri(),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVES * seconds),
-        device_id=mine,
+        device_id=accelerator,
     )
-    Path(folder, str(rank)).write_bytes(pickle.dumps(work(rank, world, job)))
+    result = work(rank, world, job)
+    answer = Path(folder, str(rank))
+    answer.write_bytes(pickle.dumps(result))
     dist.barrier()  # No rank leaves while another one still needs it.
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Parameters as the frameworks lay them over the ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -75,8 +76,10 @@ def lay_plain(workload: str, device: str = "cpu") -> Laid:
 
 
 def _linears(workload: str, device: str) -> nn.ModuleList:
-    how = {"bias": False, "device": device}
-    return nn.ModuleList(nn.Linear(c, r, **how) for r, c in WORKLOADS[workload])
+    linears = nn.ModuleList()
+    for rows, columns in WORKLOADS[workload]:
+        linears.append(nn.Linear(columns, rows, bias=False, device=device))
+    return linears
 
 
 def _random_parameters(linears: nn.ModuleList) -> list[nn.Parameter]:
@@ -96,25 +99,42 @@ def local_of(tensor: Tensor) -> Tensor:
 def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeConfig:
     if layout == "ddp":
         DistributedDataParallel(linears)
-        group = dist.group.WORLD
-        return lambda p: create_auto_config(ddp_process_group=group, prefetch_count=p)
+        return partial(_ddp_config, dist.group.WORLD)
     if layout == "fsdp1":
         for index, linear in enumerate(linears):
             linears[index] = FullyShardedDataParallel(
-                linear, device_id=torch.device(device), use_orig_params=True
+                linear,
+                device_id=torch.device(device),
+                use_orig_params=True,
             )
-        group = linears[0].process_group
-        return lambda p: create_auto_config(
-            fsdp_process_group=group, module=linears, prefetch_count=p
-        )
-    sizes = (world,) if layout == "shard" else (2, world // 2)
-    mesh = init_device_mesh(
-        device, sizes, mesh_dim_names=("outer", "inner")[: len(sizes)]
-    )
+        return partial(_fsdp1_config, linears)
+    if layout == "shard":
+        mesh = init_device_mesh(device, (world,), mesh_dim_names=("outer",))
+    else:
+        sizes = 2, world // 2
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "inner"))
     for index, linear in enumerate(linears):
         if layout == "fsdp_tp":
             # Column- and row-parallel in turn, as in an attention or feed-forward block.
             style = RowwiseParallel() if index % 2 else ColwiseParallel()
             parallelize_module(linear, mesh["inner"], style)
-        fully_shard(linear, mesh=mesh["outer"] if layout == "fsdp_tp" else mesh)
-    return lambda p: create_dtensor_config(prefetch_count=p)
+            fully_shard(linear, mesh=mesh["outer"])
+        else:
+            fully_shard(linear, mesh=mesh)
+    return _dtensor_config
+
+
+def _ddp_config(group: dist.ProcessGroup, prefetch: int) -> DistributedConfig:
+    return create_auto_config(ddp_process_group=group, prefetch_count=prefetch)
+
+
+def _fsdp1_config(linears: nn.ModuleList, prefetch: int) -> DistributedConfig:
+    return create_auto_config(
+        fsdp_process_group=linears[0].process_group,
+        module=linears,
+        prefetch_count=prefetch,
+    )
+
+
+def _dtensor_config(prefetch: int) -> DistributedConfig:
+    return create_dtensor_config(prefetch_count=prefetch)

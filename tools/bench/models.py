@@ -43,12 +43,18 @@ class Model(NamedTuple):
     @property
     def active_numel(self) -> int:
         """The elements that a token is multiplied with."""
-        return sum(math.prod(s) for s in self.dense + self.expert * self.active)
+        shapes = self.dense + self.expert * self.active
+        return sum(map(math.prod, shapes))
 
 
 def gpt2(layers: int, hidden: int) -> Model:
     inner = 4 * hidden
-    block = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
+    block = [
+        (3 * hidden, hidden),
+        (hidden, hidden),
+        (inner, hidden),
+        (hidden, inner),
+    ]
     return Model(block * layers, tokens=512 * 1024)
 
 
@@ -85,11 +91,12 @@ def deepseek(
     """The first layers dense, the others with a shared expert and a router."""
     hidden, inner = 7168, 2048
     sparse_layers = layers - dense_layers
-    shared = [*feed_forward(hidden, inner), (experts, hidden)]
+    router = (experts, hidden)
+    attention = latent_attention(hidden, heads) * layers
+    dense = feed_forward(hidden, 18432) * dense_layers
+    shared = [*feed_forward(hidden, inner), router] * sparse_layers
     return Model(
-        latent_attention(hidden, heads) * layers
-        + feed_forward(hidden, 18432) * dense_layers
-        + shared * sparse_layers,
+        attention + dense + shared,
         feed_forward(hidden, inner) * sparse_layers,
         experts,
         active=8,

@@ -7,14 +7,15 @@ your own, call :func:`write` with ``optimizer._engine.schedule``.
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from .engine_view import described
 from .scale.hardware import Hardware
-from .scale.plan import make_plan
+from .scale.plan import make_plan, Plan
 from .scale.report import link_bytes, milliseconds
 from .scale.timeline import simulate, Step
 
@@ -61,28 +62,43 @@ def write(
     hardware = hardware or Hardware()
     plan = make_plan(schedule, world, hardware.gpus_per_node)
     step = simulate(plan, hardware, prefetch)
-    sent, received = link_bytes(plan).sum(1)
-    owned = np.bincount(schedule.owners, minlength=world)
     busiest = np.argsort(-step.busy, kind="stable")
+    shown = ""
+    if world > MOST_BARS:
+        shown = f"The {MOST_BARS} busiest ranks are shown."
     ranks = np.sort(busiest[:MOST_BARS])
-    traffic = [(sent, "sent"), (received, "received")]
-    sizes = [f"{a / 1e6:.1f} MB, {b / 1e6:.1f} MB" for a, b in zip(sent, received)]
-    words = [f"owns {o}: {milliseconds(b)} ms" for o, b in zip(owned, step.busy)]
-    path.write_text(
-        PAGE.format(
-            title=escape(title),
-            step=milliseconds(step.seconds),
-            world=world,
-            matrices=len(schedule.layouts),
-            prefetch=prefetch,
-            shown=f"The {MOST_BARS} busiest ranks are shown." * (world > MOST_BARS),
-            loads=_bars("loads", ranks, [(step.busy, "load")], words, step.busy.mean()),
-            timeline=_timeline(step, np.sort(busiest[:MOST_TIMELINES])),
-            traffic=_bars("traffic", ranks, traffic, sizes),
-            first=busiest[0],
-            described=escape(described(schedule, int(busiest[0]), prefetch)[0]),
-        )
+    tables, _ = described(schedule, int(busiest[0]), prefetch)
+    content = PAGE.format(
+        title=escape(title),
+        step=milliseconds(step.seconds),
+        world=world,
+        matrices=len(schedule.layouts),
+        prefetch=prefetch,
+        shown=shown,
+        loads=_loads(schedule, step, ranks),
+        timeline=_timeline(step, np.sort(busiest[:MOST_TIMELINES])),
+        traffic=_traffic(plan, ranks),
+        first=busiest[0],
+        described=escape(tables),
     )
+    path.write_text(content)
+
+
+def _loads(schedule: Schedule, step: Step, ranks: NDArray) -> str:
+    owned = np.bincount(schedule.owners, minlength=len(step.busy))
+    words = []
+    for matrices, busy in zip(owned, step.busy, strict=True):
+        words.append(f"owns {matrices}: {milliseconds(busy)} ms")
+    return _bars("loads", ranks, [(step.busy, "load")], words, step.busy.mean())
+
+
+def _traffic(plan: Plan, ranks: NDArray) -> str:
+    sent, received = link_bytes(plan).sum(1)
+    words = []
+    for sent_bytes, received_bytes in zip(sent, received, strict=True):
+        words.append(f"{sent_bytes / 1e6:.1f} MB, {received_bytes / 1e6:.1f} MB")
+    series = [(sent, "sent"), (received, "received")]
+    return _bars("traffic", ranks, series, words)
 
 
 def _bars(
@@ -93,47 +109,63 @@ def _bars(
     mean: float | None = None,
 ) -> str:
     """One row per rank, with one bar per series and the words of the rank."""
-    most = max(float(values.max()) for values, _ in series) or 1.0
+    largest = max(float(values.max()) for values, _ in series) or 1.0
+    height = (HEIGHT - 3) / len(series)
     parts = []
     for row, rank in enumerate(ranks):
-        parts.append(_label(row * HEIGHT, f"rank {rank}"))
-        for at, (values, kind) in enumerate(series):
-            height = (HEIGHT - 3) / len(series)
-            box = LEFT, row * HEIGHT + at * height, WIDTH * values[rank] / most, height
+        row_top = row * HEIGHT
+        parts.append(_label(row_top, f"rank {rank}"))
+        for series_index, (values, kind) in enumerate(series):
+            width = WIDTH * values[rank] / largest
+            box = Box(LEFT, row_top + series_index * height, width, height)
             parts.append(_rect(kind, rank, box, f"rank {rank}: {words[rank]}"))
-        parts.append(_label(row * HEIGHT, words[rank], LEFT + WIDTH + 6))
+        parts.append(_label(row_top, words[rank], LEFT + WIDTH + 6))
     if mean is not None:
-        x = LEFT + WIDTH * mean / most
-        parts.append(f'<path class="mean" d="M{x:.1f} 0V{len(ranks) * HEIGHT}"/>')
+        x = LEFT + WIDTH * mean / largest
+        bottom = len(ranks) * HEIGHT
+        parts.append(f'<path class="mean" d="M{x:.1f} 0V{bottom}"/>')
     return _svg(name, len(ranks), parts)
 
 
 def _timeline(step: Step, ranks: NDArray) -> str:
-    lane = (HEIGHT - 3) / 3
-    parts = [_label(row * HEIGHT, f"rank {rank}") for row, rank in enumerate(ranks)]
+    lane_height = (HEIGHT - 3) / 3
+    parts = []
+    for row, rank in enumerate(ranks):
+        parts.append(_label(row * HEIGHT, f"rank {rank}"))
     for event in step.events:
         for row, rank in enumerate(ranks):
-            for at in np.flatnonzero(event.ranks == rank):
-                begin, end = float(event.begin[at]), float(event.end[at])
-                x, width = (WIDTH * t / step.seconds for t in (begin, end - begin))
-                box = LEFT + x, row * HEIGHT + LANES[event.kind] * lane, width, lane
-                when = f"{milliseconds(begin)} to {milliseconds(end)} ms"
-                parts.append(_rect(event.kind, rank, box, f"{event.kind}: {when}"))
+            lane_top = row * HEIGHT + LANES[event.kind] * lane_height
+            for event_index in np.flatnonzero(event.ranks == rank):
+                begin = float(event.begin[event_index])
+                end = float(event.end[event_index])
+                x = LEFT + WIDTH * begin / step.seconds
+                width = WIDTH * (end - begin) / step.seconds
+                box = Box(x, lane_top, width, lane_height)
+                words = f"{milliseconds(begin)} to {milliseconds(end)} ms"
+                parts.append(_rect(event.kind, rank, box, f"{event.kind}: {words}"))
     return _svg("timeline", len(ranks), parts)
 
 
+class Box(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+
+
 def _svg(name: str, rows: int, parts: Sequence[str]) -> str:
-    box = f'width="{LEFT + WIDTH + 150}" height="{rows * HEIGHT}"'
-    return "\n".join([f'<svg id="{name}" {box}>', *parts, "</svg>"])
+    width, height = LEFT + WIDTH + 150, rows * HEIGHT
+    begin = f'<svg id="{name}" width="{width}" height="{height}">'
+    return "\n".join([begin, *parts, "</svg>"])
 
 
-def _rect(kind: str, rank: int, box: tuple[float, ...], words: str) -> str:
-    x, y, width, height = box
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.1f}"'
-    return (
-        f'<rect class="{kind}" data-rank="{rank}" {place}><title>{words}</title></rect>'
-    )
+def _rect(kind: str, rank: int, box: Box, tooltip: str) -> str:
+    corner = f'x="{box.x:.1f}" y="{box.y:.1f}"'
+    size = f'width="{box.width:.2f}" height="{box.height:.1f}"'
+    title = f"<title>{tooltip}</title>"
+    return f'<rect class="{kind}" data-rank="{rank}" {corner} {size}>{title}</rect>'
 
 
-def _label(y: float, words: str, x: float = 0) -> str:
-    return f'<text x="{x}" y="{y + HEIGHT - 5:.1f}">{words}</text>'
+def _label(y: float, text: str, x: float = 0) -> str:
+    baseline = y + HEIGHT - 5
+    return f'<text x="{x}" y="{baseline:.1f}">{text}</text>'

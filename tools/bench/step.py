@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import _newton_schulz as ns, Muon
 
 from . import contestants, engine_view, fleet
@@ -40,56 +41,83 @@ class Job(NamedTuple):
 def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
     """The seconds of one rank by name and repetition."""
     laid = lay(job.layout, job.workload, world, job.device)
-    ours = contestants.make(job.names[0], laid)
-    steps: dict[str, Callable[[], object]] = {job.names[0]: ours.step}
-    for name in job.names[1:]:
+    first_name, *other_names = job.names
+    ours = contestants.make(first_name, laid)
+    steps: dict[str, Callable[[], object]] = {first_name: ours.step}
+    for name in other_names:
         steps[name] = contestants.make(name, laid, ours).step
     for step in steps.values():
         step()  # makes all state
-    runs = {name: lambda rep, step=step: step() for name, step in steps.items()}
+    runs: dict[str, Callable[[int], object]] = {}
+    for name, step in steps.items():
+        runs[name] = lambda repetition, step=step: step()
     runs |= _limit(laid, ours, rank, world)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for rep in range(job.reps):
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for repetition in range(job.reps):
         # Each repetition starts with another name, so that none always follows the same one.
-        first = rep % len(runs)
-        names = [*runs]
+        first = repetition % len(names)
         for name in names[first:] + names[:first]:
             dist.barrier()
             fleet.synchronize(job.device)
             began = time.perf_counter()
-            runs[name](rep)
+            runs[name](repetition)
             fleet.synchronize(job.device)
-            seconds[name].append(time.perf_counter() - began)
+            ended = time.perf_counter()
+            seconds[name].append(ended - began)
     return seconds
+
+
+class _Storage(NamedTuple):
+    """The tensors of one parameter in the elementwise passes. Only a source has ``ahead``."""
+
+    param: Tensor
+    grad: Tensor
+    momentum: Tensor
+    update: Tensor
+    ahead: Tensor | None
 
 
 def _limit(
     laid: Laid, ours: Muon, rank: int, world: int
 ) -> dict[str, Callable[[int], None]]:
-    triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
     device = laid.params[0].device
-    matrices = [torch.randn(s, device=device).bfloat16() for s in laid.shapes]
+    matrices = []
+    for shape in laid.shapes:
+        matrix = torch.randn(shape, device=device)
+        matrices.append(matrix.bfloat16())
     calls = engine_view.all_to_alls(ours)
     shards = []
     for index, param in enumerate(laid.params):
         momentum = local_of(ours.state[param]["momentum_buffer"])
         update = torch.randn_like(momentum).bfloat16()
-        ahead = torch.empty_like(update) if engine_view.is_source(ours, index) else None
-        shards.append((local_of(param), local_of(param.grad), momentum, ahead, update))
+        ahead = None
+        if engine_view.is_source(ours, index):
+            ahead = torch.empty_like(update)
+        grad = local_of(param.grad)
+        shards.append(_Storage(local_of(param), grad, momentum, update, ahead))
 
-    def newton_schulz(rep: int) -> None:
-        if rep % world == rank:
-            for matrix in matrices:
-                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, "quintic", ns.Products()
-                ns.newton_schulz(matrix, *how)
+    def newton_schulz(repetition: int) -> None:
+        if repetition % world != rank:
+            return
+        coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+        for matrix in matrices:
+            ns.newton_schulz(
+                matrix,
+                coefficients,
+                ns.DEFAULT_NS_STEPS,
+                ns.EPS,
+                "quintic",
+                ns.Products,
+            )
 
-    def exchange(rep: int) -> None:
+    def exchange(repetition: int) -> None:
         for call in calls:
             dist.all_to_all_single(*call)
 
     @torch.no_grad()
-    def elementwise(rep: int) -> None:
-        for param, grad, momentum, ahead, update in shards:
+    def elementwise(repetition: int) -> None:
+        for param, grad, momentum, update, ahead in shards:
             momentum.lerp_(grad, 1 - MOMENTUM)
             if ahead is not None:
                 torch.lerp(grad, momentum, MOMENTUM, out=ahead)
@@ -97,7 +125,8 @@ def _limit(
             param.add_(update, alpha=-LR)
 
     exchange(0)  # gloo connects
-    return dict(zip(PARTS, (newton_schulz, exchange, elementwise), strict=True))
+    parts = newton_schulz, exchange, elementwise
+    return dict(zip(PARTS, parts, strict=True))
 
 
 def ratios(
@@ -108,18 +137,21 @@ def ratios(
     Args:
         share: how many processes run at the same time.
     """
-    slowest = {
-        name: [max(times) for times in zip(*(r[name] for r in results))]
-        for name in results[0]
-    }
-    limits = [
-        alone / share + exchange + passes
-        for alone, exchange, passes in zip(*(slowest[part] for part in PARTS))
-    ]
+    slowest = {}
+    for name in results[0]:
+        by_rank = [result[name] for result in results]
+        slowest[name] = [max(times) for times in zip(*by_rank, strict=True)]
+    limits = []
+    of_parts = [slowest[part] for part in PARTS]
+    for newton_schulz, exchange, elementwise in zip(*of_parts, strict=True):
+        limits.append(newton_schulz / share + exchange + elementwise)
     found = {}
-    for name, times in (*slowest.items(), ("limit", limits)):
-        each = [a / b for a, b in zip(times, limits, strict=True)]
-        quartiles = statistics.quantiles(each * 2, n=4, method="inclusive")
+    for name, times in {**slowest, "limit": limits}.items():
+        multiples = []
+        for seconds, limit in zip(times, limits, strict=True):
+            multiples.append(seconds / limit)
+        # statistics.quantiles wants two values at least.
+        quartiles = statistics.quantiles(multiples * 2, n=4, method="inclusive")
         found[name] = statistics.median(times), quartiles
     return found
 
@@ -127,14 +159,16 @@ def ratios(
 def text(job: Job, results: Sequence[dict[str, list[float]]]) -> str:
     """One set of processes as a table: each implementation in multiples of the limit."""
     world = len(results)
-    found = ratios(results, world if job.device != "cpu" else min(world, cores()))
-    rows = [
-        [name, f"{1e3 * seconds:.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
-        for name, (seconds, (low, middle, high)) in found.items()
-    ]
+    at_once = world if job.device != "cpu" else min(world, cores())
+    rows = []
+    for name, (seconds, quartiles) in ratios(results, at_once).items():
+        low, median, high = quartiles
+        multiples = f"{median:.2f} ({low:.2f}-{high:.2f})"
+        rows.append([name, f"{1e3 * seconds:.1f}", multiples])
     table = render(["", "ms", "x limit (quartiles)"], rows)
-    load = f"load average {os.getloadavg()[1]:.1f}"
-    return f"{title(job, world)}: {job.reps} repetitions, {load}\n{table}"
+    _, load, _ = os.getloadavg()
+    repetitions = f"{job.reps} repetitions, load average {load:.1f}"
+    return f"{title(job, world)}: {repetitions}\n{table}"
 
 
 def title(job: Job, world: int) -> str:

@@ -11,22 +11,34 @@ import torch
 def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Aligns the first column to the left and the others to the right."""
     lines = [list(head), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    first, *rest = widths
-    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in rest)])
-    return "\n".join(form.format(*line).rstrip() for line in lines)
+    columns = zip(*lines, strict=True)
+    widths = []
+    for column in columns:
+        longest = max(map(len, column))
+        widths.append(longest)
+    aligned = []
+    for first, *others in lines:
+        cells = [first.ljust(widths[0])]
+        for cell, width in zip(others, widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        line = "  ".join(cells)
+        aligned.append(line.rstrip())
+    return "\n".join(aligned)
 
 
 def write(path: Path, arguments: Sequence[str], texts: Sequence[str]) -> None:
     """Writes the output of a command as a page of tables."""
     command = f"python -m tools.bench {shlex.join(arguments)}"
-    page = [
-        f"# {path.stem}",
-        f"`{command}`, torch {torch.__version__}, {cores()} cores",
-    ]
+    title = f"# {path.stem}"
+    machine = f"`{command}`, torch {torch.__version__}, {cores()} cores"
+    page = [title, machine]
+    for text in texts:
+        page.append(f"```\n{text}\n```")
+    content = "\n\n".join(page)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join([*page, *(f"```\n{t}\n```" for t in texts)]) + "\n")
+    path.write_text(f"{content}\n")
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    of_this_process = os.sched_getaffinity(0)
+    return len(of_this_process)

@@ -29,7 +29,8 @@ class Wire(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.statuses = 0
+        self.bytes = 0
+        self.statuses = 0
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -39,15 +40,19 @@ class Wire(TorchDispatchMode):
             return NotImplemented  # It first decomposes the operation.
         name = func.overloadpacket.__name__
         if func.namespace in self.NAMESPACES and name not in self.SILENT:
-            if name not in SENT:
-                raise NotImplementedError(f"how many bytes does {name} send?")
-            sent = SENT[name](args, group_of(args))
-            self.calls[name.rstrip("_")] += 1
-            if name == "allreduce_" and not args[0][0].is_floating_point():
-                self.statuses += sent  # by which ranks tell each other of gradients
-            else:
-                self.bytes += sent
+            self.count(name, args)
         return func(*args, **(kwargs or {}))
+
+    def count(self, name: str, args: Any) -> None:
+        if name not in SENT:
+            raise NotImplementedError(f"how many bytes does {name} send?")
+        group = group_of(args)
+        sent = SENT[name](args, group)
+        self.calls[name.rstrip("_")] += 1
+        if name == "allreduce_" and not args[0][0].is_floating_point():
+            self.statuses += sent  # by which ranks tell each other of gradients
+        else:
+            self.bytes += sent
 
 
 def group_of(args: Any) -> ProcessGroup:
@@ -59,15 +64,30 @@ def group_of(args: Any) -> ProcessGroup:
 
 
 def nbytes(tensors: Any) -> int:
-    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(nbytes, tensors))
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    return sum(map(nbytes, tensors))
 
 
 def all_to_all(sent: Tensor, splits: list[int], group: ProcessGroup) -> int:
-    return (sent.shape[0] - splits[group.rank()]) * sent.itemsize
+    kept = splits[group.rank()]
+    elements = len(sent) - kept
+    return elements * sent.itemsize
 
 
 def to_others(tensors: Any, group: ProcessGroup) -> int:
-    return nbytes(tensors) * (group.size() - 1)
+    others = group.size() - 1
+    return nbytes(tensors) * others
+
+
+def of_ring(tensors: Any, group: ProcessGroup) -> int:
+    """The bytes of each pass of a ring, in which a rank sends all parts but one."""
+    return to_others(tensors, group) // group.size()
+
+
+def of_two_rings(tensors: Any, group: ProcessGroup) -> int:
+    """A ring that reduces, and a ring that gathers."""
+    return 2 * to_others(tensors, group) // group.size()
 
 
 # The bytes that this process sends, by the splits or the ring algorithm.
@@ -75,10 +95,10 @@ SENT: dict[str, Callable[[Any, ProcessGroup], int]] = {
     "alltoall_base_": lambda args, group: all_to_all(args[1], args[4], group),
     "all_gather_into_tensor": lambda args, group: to_others(args[0], group),
     "allgather_": lambda args, group: to_others(args[1], group),
-    "all_reduce": lambda args, group: 2 * to_others(args[0], group) // group.size(),
-    "allreduce_": lambda args, group: 2 * to_others(args[0], group) // group.size(),
-    "reduce_scatter_tensor": lambda args, g: to_others(args[0], g) // g.size(),
-    "shard_dim_alltoall": lambda args, group: to_others(args[0], group) // group.size(),
+    "all_reduce": lambda args, group: of_two_rings(args[0], group),
+    "allreduce_": lambda args, group: of_two_rings(args[0], group),
+    "reduce_scatter_tensor": lambda args, group: of_ring(args[0], group),
+    "shard_dim_alltoall": lambda args, group: of_ring(args[0], group),
 }
 
 
@@ -86,7 +106,8 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
     """The traffic of this rank in one step, after a first step that made all state."""
     laid = lay(job.layout, job.workload, world)
     ours = contestants.make(job.names[0], laid)
-    found: dict[str, Any] = {"least": engine_view.least_bytes(ours)}
+    least = engine_view.least_bytes(ours)
+    found: dict[str, Any] = {"least": least}
     for name in job.names:
         optimizer = contestants.make(name, laid, ours)
         optimizer.step()
@@ -100,13 +121,22 @@ def text(job: Job, results: Sequence[dict[str, Any]]) -> str:
     least = results[0]["least"]
     rows = []
     for name in job.names:
-        sent = [result[name][0] for result in results]
-        calls = ", ".join(f"{n} {call}" for call, n in results[0][name][2].items())
-        mb = [f"{size / 1e6:.3f}" for size in (sum(sent), max(sent))]
-        rows.append([name, *mb, f"{sum(sent) / least:.4f}", calls])
+        sent_by_rank = [result[name][0] for result in results]
+        sent = sum(sent_by_rank)
+        busiest = max(sent_by_rank)
+        _, _, calls_of_first = results[0][name]
+        calls = [f"{count} {call}" for call, count in calls_of_first.items()]
+        rows.append(
+            [
+                name,
+                f"{sent / 1e6:.3f}",
+                f"{busiest / 1e6:.3f}",
+                f"{sent / least:.4f}",
+                ", ".join(calls),
+            ]
+        )
     statuses = sum(result[job.names[0]][1] for result in results)
     head = ["", "MB", "MB, busiest rank", "x least", "collectives of rank 0"]
-    return (
-        f"{title(job, len(results))}: at least {least / 1e6:.3f} MB; ours also sends {statuses} bytes of statuses\n"
-        + render(head, rows)
-    )
+    at_least = f"at least {least / 1e6:.3f} MB"
+    also = f"ours also sends {statuses} bytes of statuses"
+    return f"{title(job, len(results))}: {at_least}; {also}\n{render(head, rows)}"

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from cosmic_ray.work_db import use_db
+from cosmic_ray.work_db import use_db, WorkDB
 from cosmic_ray.work_item import WorkItem, WorkResult
 
 from tools.overlay.errors import WrongTarget
@@ -28,49 +28,70 @@ LIMIT = 150
 PYTEST = "-m pytest -xq -rfE -pno:cacheprovider -ofaulthandler_exit_on_timeout=true"
 
 
-def main(argv: list[str], root: Path = ROOT) -> int:
-    """Returns 0; 1 if no test noticed a fault; 2 if a fault cannot be tried."""
-    parser = argparse.ArgumentParser("python -m tools.mutation", description=__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser("python -m tools.mutation", description=__doc__)
+    add = result.add_argument
     add("chosen", nargs="*", metavar="FAULT", help="only those with this text")
     add("--record", action="store_true", help="first: note what the tests execute")
     add("--seed", type=int, default=0, help="which faults are drawn")
     add("--count", type=int, default=100, help="how many")
     add("--listed", action="store_true", help="those of listed.txt instead")
     add("--resume", action="store_true", help="keep what the last run found out")
-    args = parser.parse_args(argv)
-    place, optim = root / "build" / "mutation", root / "torch" / "optim"
+    return result
+
+
+def main(argv: list[str], root: Path = ROOT) -> int:
+    """Returns 0; 1 if no test noticed a fault; 2 if a fault cannot be tried."""
+    args = parser().parse_args(argv)
     if args.record:
-        return record(place)
-    notices, sound = {}, set()
+        return record(root / "build" / "mutation")
     try:
-        faults = listed(optim) if args.listed else drawn(optim, args.seed, args.count)
-        executed = Record(place)
-        with use_db(place / f"{'listed' if args.listed else args.seed}.sqlite") as db:
-            if not args.resume:
-                db.clear()
-            before = dict(db.results)
-            for fault in faults:
-                name = f"{fault.file}:{fault.first}: {fault.name}"
-                if not any(word in name for word in args.chosen or [""]):
-                    continue
-                tests, began = executed.tests(fault, optim), time.monotonic()
-                if name in before:
-                    notices[name] = before[name].output
-                else:
-                    notices[name] = found = first_notice(root, fault, tests, sound)
-                    outcome = "killed" if found else "survived"
-                    db.add_work_item(WorkItem(name, ()))
-                    db.set_result(name, WorkResult("normal", found, outcome))
-                seconds = f"{time.monotonic() - began:.0f} s, {len(tests)} tests"
-                print(f"{name} | {notices[name] or 'SURVIVED'} | {seconds}", flush=True)
+        notices = try_faults(args, root)
     except WrongTarget as error:
         print(f"mutation: {error}", file=sys.stderr)
         return 2
     survivors = [f"survived: {name}" for name in notices if not notices[name]]
-    noticed = f"{len(notices) - len(survivors)} of {len(notices)} faults noticed"
-    print("", noticed, *survivors, sep="\n")
+    noticed = len(notices) - len(survivors)
+    print(f"\n{noticed} of {len(notices)} faults noticed", *survivors, sep="\n")
     return 1 if survivors else 0
+
+
+def try_faults(args: argparse.Namespace, root: Path) -> dict[str, str]:
+    """The test that noticed each fault, by the name of the fault; "" if none did."""
+    place, optim = root / "build" / "mutation", root / "torch" / "optim"
+    faults: Iterable[Fault]
+    if args.listed:
+        faults, run = listed(optim), "listed"
+    else:
+        faults, run = drawn(optim, args.seed, args.count), str(args.seed)
+    executed = Record(place)
+    notices: dict[str, str] = {}
+    sound: set[str] = set()
+    with use_db(place / f"{run}.sqlite") as database:
+        if not args.resume:
+            database.clear()
+        before = dict(database.results)
+        for fault in faults:
+            name = f"{fault.file}:{fault.first}: {fault.name}"
+            if args.chosen and not any(word in name for word in args.chosen):
+                continue
+            tests = executed.tests(fault, optim)
+            began = time.monotonic()
+            if name in before:
+                notices[name] = before[name].output
+            else:
+                notices[name] = first_notice(root, fault, tests, sound)
+                _store(database, name, notices[name])
+            seconds = time.monotonic() - began
+            effort = f"{seconds:.0f} s, {len(tests)} tests"
+            print(f"{name} | {notices[name] or 'SURVIVED'} | {effort}", flush=True)
+    return notices
+
+
+def _store(database: WorkDB, name: str, notice: str) -> None:
+    outcome = "killed" if notice else "survived"
+    database.add_work_item(WorkItem(name, ()))
+    database.set_result(name, WorkResult("normal", notice, outcome))
 
 
 def first_notice(root: Path, fault: Fault, tests: list[str], sound: set[str]) -> str:
@@ -88,11 +109,18 @@ def run_tests(root: Path, fault: Fault | None, tests: Sequence[str]) -> str:
     """The test that failed first over a copy of the optimizer; "" if all passed."""
     if not tests:
         return ""
-    words = [sys.executable, *PYTEST.split(), f"-ofaulthandler_timeout={LIMIT}", *tests]
+    timeout = f"-ofaulthandler_timeout={LIMIT}"
+    words = [sys.executable, *PYTEST.split(), timeout, *tests]
     with copied(root / "torch/optim", fault) as copy, TemporaryFile("w+") as printed:
-        here = {"cwd": root, "env": os.environ | {"PYTHONPATH": str(copy)}}
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": printed}
-        process = subprocess.Popen(words, **here, **pipes, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(copy)},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            start_new_session=True,
+        )
         try:
             code = process.wait(LIMIT * (1 + len(tests)))
         except subprocess.TimeoutExpired:

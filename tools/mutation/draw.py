@@ -1,12 +1,13 @@
 """Faults that are drawn: a line of the engine, a kind of fault there, one way to make it."""
 
 import ast
+import itertools
 import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -22,53 +23,87 @@ SKIPPED = "from |import |f['\"]|(self._)?log[.(]|if (log[.]|TYPE_CHECKING)|(stri
 KINDS = (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Expr, ast.If, ast.keyword)
 
 
-def not_code(tree: ast.AST) -> Iterator[ast.AST | None]:
+def not_code(tree: ast.AST) -> Iterator[ast.AST]:
     """Texts of messages and logs, annotations and imports."""
     for node in ast.walk(tree):
-        parts = list(ast.iter_child_nodes(node))
-        yield getattr(node, "annotation", None)
-        yield getattr(node, "returns", None)
+        for field in ("annotation", "returns"):
+            annotation = getattr(node, field, None)
+            if annotation is not None:
+                yield annotation
         if isinstance(node, ast.Call) and WRITERS.fullmatch(ast.unparse(node.func)):
-            yield from parts[1:]
+            _, *arguments = ast.iter_child_nodes(node)
+            yield from arguments
         elif isinstance(node, KINDS) and re.match(SKIPPED, ast.unparse(node)):
             yield node
         elif isinstance(node, (ast.IfExp, ast.BinOp)):
-            yield node if any(isinstance(p, ast.JoinedStr) for p in parts) else None
+            for operand in ast.iter_child_nodes(node):
+                if isinstance(operand, ast.JoinedStr):
+                    yield node
+                    break
 
 
-def candidates(source: str) -> dict[int, dict[str, list]]:
-    """For each line and kind: operator and occurrence of each fault that begins there."""
-    texts = [n for n in not_code(ast.parse(source)) if n is not None]
-    begins = [(n.lineno, n.col_offset) for n in texts]
-    ends = [(n.end_lineno, n.end_col_offset) for n in texts]
+class Way(NamedTuple):
+    """One way to make a fault: an operator of cosmic-ray, and which of its positions in the file."""
+
+    operator: Any
+    occurrence: int
+
+
+def candidates(source: str) -> dict[int, dict[str, list[Way]]]:
+    """For each line and kind: the ways to make a fault that begins there."""
+    spans = []
+    for node in not_code(ast.parse(source)):
+        begin = node.lineno, node.col_offset
+        end = node.end_lineno, node.end_col_offset
+        spans.append((begin, end))
     nodes = list(ast_nodes(get_ast(source)))
     found = defaultdict(lambda: defaultdict(list))
     for kind, operator in operators():
-        positions = (p for node in nodes for p in operator.mutation_positions(node))
-        for occurrence, (start, _) in enumerate(positions):
-            if not any(a <= start < b for a, b in zip(begins, ends)):
-                found[start[0]][kind].append((operator, occurrence))
+        occurrences = itertools.count()
+        for node in nodes:
+            for start, _ in operator.mutation_positions(node):
+                way = Way(operator, next(occurrences))
+                is_code = not any(begin <= start < end for begin, end in spans)
+                if is_code:
+                    line, _ = start
+                    found[line][kind].append(way)
     return found
 
 
 def drawn(optim: Path, seed: int, count: int) -> list[Fault]:
     """The first ``count`` faults of ``seed``, but none of equivalent.txt."""
-    texts = {file: (optim / file).read_text() for file in sources(optim)}
-    found = {file: candidates(text) for file, text in texts.items()}
-    lines = [(file, line) for file in found for line in sorted(found[file])]
-    known = {(file, f"{old} => {new}") for file, old, new, _ in table("equivalent.txt")}
-    chance, faults = random.Random(seed), {}
+    texts, by_file, lines = {}, {}, []
+    for file in sources(optim):
+        texts[file] = (optim / file).read_text()
+        by_file[file] = candidates(texts[file])
+        for line in sorted(by_file[file]):
+            lines.append((file, line))
+    equivalent = set()
+    for file, old, new, _ in table("equivalent.txt"):
+        equivalent.add((file, f"{old} => {new}"))
+    chance = random.Random(seed)
+    faults: dict[tuple[str, str], Fault] = {}
     # A small program has fewer.
     for _ in range(50 * count):
         if len(faults) == count:
             break
         file, line = chance.choice(lines)
-        kinds = found[file][line]
-        operator, occurrence = chance.choice(kinds[chance.choice(sorted(kinds))])
-        source = mutate_code(texts[file], operator, occurrence)
-        fault = edited(file, texts[file], source)
-        with suppress(SyntaxError):
-            is_other = ast.dump(ast.parse(source)) != ast.dump(ast.parse(texts[file]))
-            if is_other and (file, fault.name) not in known:
-                faults[file, fault.name] = fault
+        ways_by_kind = by_file[file][line]
+        kind = chance.choice(sorted(ways_by_kind))
+        operator, occurrence = chance.choice(ways_by_kind[kind])
+        text = texts[file]
+        source = mutate_code(text, operator, occurrence)
+        fault = edited(file, text, source)
+        key = file, fault.name
+        if key not in equivalent and _is_another_program(source, text):
+            faults[key] = fault
     return list(faults.values())
+
+
+def _is_another_program(source: str, original: str) -> bool:
+    """Whether ``source`` is a program at all, and differs in more than its layout."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return False
+    return ast.dump(tree) != ast.dump(ast.parse(original))

@@ -25,27 +25,42 @@ class Fault(NamedTuple):
 
 
 def sources(optim: Path) -> list[str]:
-    return sorted(file.relative_to(optim).as_posix() for file in optim.rglob("*.py"))
+    files = []
+    for path in optim.rglob("*.py"):
+        file = path.relative_to(optim)
+        files.append(file.as_posix())
+    return sorted(files)
 
 
 def edited(file: str, old: str, new: str) -> Fault:
     """The fault, called by the lines that are different."""
-    a, b = old.splitlines(), new.splitlines()
-    start = len(os.path.commonprefix([a, b]))
-    rest = len(os.path.commonprefix([a[start:][::-1], b[start:][::-1]]))
-    before, after = (
-        " ".join(text[start : len(text) - rest]).split() for text in (a, b)
-    )
-    name = f"{' '.join(before)} => {' '.join(after)}"
-    return Fault(name, file, start + 1, len(a) - rest, new)
+    old_lines, new_lines = old.splitlines(), new.splitlines()
+    start = _count_equal(old_lines, new_lines)
+    end = _count_equal(old_lines[start:][::-1], new_lines[start:][::-1])
+    last = len(old_lines) - end
+    before = _in_one_line(old_lines[start:last])
+    after = _in_one_line(new_lines[start : len(new_lines) - end])
+    return Fault(f"{before} => {after}", file, start + 1, last, new)
+
+
+def _count_equal(lines: list[str], others: list[str]) -> int:
+    """How many lines are equal until the first that is not."""
+    return len(os.path.commonprefix([lines, others]))
+
+
+def _in_one_line(lines: list[str]) -> str:
+    words = " ".join(lines).split()
+    return " ".join(words)
 
 
 def table(name: str) -> Iterator[list[str]]:
     """File, old text, new text and words of each line ``FILE: OLD => NEW # WORDS``."""
-    for line in (HERE / name).read_text().splitlines():
-        edit, words = line.rsplit(" # ", 1)
-        file, edit = edit.split(": ", 1)
-        yield [file, *edit.split(" => "), words]
+    lines = (HERE / name).read_text().splitlines()
+    for line in lines:
+        place, words = line.rsplit(" # ", 1)
+        file, edit = place.split(": ", 1)
+        texts = edit.split(" => ")
+        yield [file, *texts, words]
 
 
 def listed(optim: Path) -> Iterator[Fault]:
@@ -54,18 +69,21 @@ def listed(optim: Path) -> Iterator[Fault]:
         source = (optim / file).read_text()
         if source.count(old) != 1 or old == new:
             raise WrongTarget(f"{name!r}: {old} is not in {file} once: edit listed.txt")
-        yield edited(file, source, source.replace(old, new))._replace(name=name)
+        fault = edited(file, source, source.replace(old, new))
+        yield fault._replace(name=name)
 
 
 @contextmanager
 def copied(optim: Path, fault: Fault | None = None) -> Iterator[Path]:
     """A folder with a copy of the optimizer, with ``fault``, for the tests to import."""
     with tempfile.TemporaryDirectory(prefix="muon-fault-") as name:
+        folder = Path(name)
         for file in sources(optim):
-            place = Path(name, "optim", file)
+            place = folder / "optim" / file
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(optim / file, place)
         if fault is not None:
-            Path(name, "optim", fault.file).write_text(fault.source)
-        shutil.copyfile(HERE / "redirect.py", Path(name, "sitecustomize.py"))
-        yield Path(name)
+            place = folder / "optim" / fault.file
+            place.write_text(fault.source)
+        shutil.copyfile(HERE / "redirect.py", folder / "sitecustomize.py")
+        yield folder

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 from cosmic_ray.operators.provider import OperatorProvider
@@ -23,11 +22,17 @@ THEIRS = {
     "around": "RemoveDecorator|ExceptionReplacer",
 }
 # Pairs of what is easily taken for each other.
-ALIKE = """min max any all argmin argmax MIN MAX amin amax floor ceil startswith endswith
+PAIRS = """min max any all argmin argmax MIN MAX amin amax floor ceil startswith endswith
     float32 bfloat16 int64 int32 union intersection issubset issuperset sorted list
     clone detach numel dim setdefault get extend append += -= *= //= |= &= in not_in"""
-ALIKE = dict(re.findall(r"(\S+)\s+(\S+)", ALIKE))
-ALIKE |= {b: a for a, b in ALIKE.items()}
+ALIKE = {}
+for one, other in re.findall(r"(\S+)\s+(\S+)", PAIRS):
+    ALIKE[one] = other
+    ALIKE[other] = one
+
+
+# Parts of a node, and the text of the node with a fault in each of them.
+Found = Iterator[tuple[NodeOrLeaf, str]]
 
 
 def bare(node: NodeOrLeaf) -> str:
@@ -35,83 +40,147 @@ def bare(node: NodeOrLeaf) -> str:
 
 
 def prefix(node: NodeOrLeaf) -> str:
-    return node.get_first_leaf().prefix
+    first = node.get_first_leaf()
+    return first.prefix
 
 
-def rewritten(node: NodeOrLeaf, parts: dict[int, str]) -> str:
-    """The text of ``node`` with other children."""
-    kids = enumerate(node.children)
-    texts = [prefix(kid) + parts.get(i, bare(kid)) for i, kid in kids]
-    return "".join(texts)[len(prefix(node)) :]
+def rewritten(node: NodeOrLeaf, texts: dict[int, str]) -> str:
+    """The text of ``node`` with other texts for some of its children."""
+    parts = []
+    for index, child in enumerate(node.children):
+        text = texts.get(index, bare(child))
+        parts.append(prefix(child) + text)
+    whole = "".join(parts)
+    return whole[len(prefix(node)) :]
 
 
 def is_keyword(node: NodeOrLeaf) -> bool:
     return node.type == "argument" and node.children[1] == "="
 
 
-def deletion(node: NodeOrLeaf) -> Iterator:
+def deletion(node: NodeOrLeaf) -> Found:
     """A statement is missing; an assignment, only if the name has a value without it."""
-    what = node.children[0] if node.type == "simple_stmt" else node
-    missing = what.type in ("atom_expr", "return_stmt", "raise_stmt", "yield_expr")
-    if what.type == "expr_stmt" and what.children[1].type != "annassign":
-        target, value = what.children[0], bare(what.children[-1])
-        again = re.search(rf"(?<![.\"\w]){re.escape(bare(target))}\b(?! *=)", value)
-        function = what.search_ancestor("funcdef")
-        later = function is not None and function.name.value != "__init__"
-        has_value = {"name": again, "atom_expr": later}.get(target.type)
-        missing = has_value or what.children[1] != "="
-    if missing and what is not node:
-        yield what, rewritten(node, {0: "pass"})
-
-
-def omission(node: NodeOrLeaf) -> Iterator:
-    """An argument takes its default; an operand or an element of a literal is missing."""
-    kids = getattr(node, "children", ())
-    marks = [i for i, kid in enumerate(kids) if kid in (",", "and", "or")]
-    spans = [range(a + 1, b + 1) for a, b in pairwise([-1, *marks, len(kids)])]
-    spans = [span for span in spans if span and span[0] < len(kids)]
-    if node.type in ("and_test", "or_test"):
-        spans[-1] = range(len(kids) - 2, len(kids))
-    elif node.type == "arglist":
-        spans = [span for span in spans if is_keyword(kids[span[0]])]
-    elif node.type == "trailer" and is_keyword(kids[1]):
-        spans = [range(1, 2)]
-    elif node.type not in ("testlist_comp", "dictorsetmaker") or len(spans) < 3:
+    if node.type != "simple_stmt":
         return
-    for span in spans:
-        yield kids[span[0]], rewritten(node, dict.fromkeys(span, ""))
+    statement = node.children[0]
+    kinds = "atom_expr", "return_stmt", "raise_stmt", "yield_expr"
+    if statement.type in kinds or _assigns_again(statement):
+        yield statement, rewritten(node, {0: "pass"})
 
 
-def swap(node: NodeOrLeaf) -> Iterator:
+def _assigns_again(statement: NodeOrLeaf) -> bool:
+    """Whether it is an assignment whose target has a value without it."""
+    if statement.type != "expr_stmt":
+        return False
+    target, sign = statement.children[:2]
+    if sign.type == "annassign":
+        return False
+    if sign != "=":
+        return True
+    if target.type == "name":
+        name = re.escape(bare(target))
+        value = bare(statement.children[-1])
+        # The name itself: no attribute, part of a text, or keyword of this name.
+        return re.search(rf"(?<![.\"\w]){name}\b(?! *=)", value) is not None
+    if target.type == "atom_expr":
+        function = statement.search_ancestor("funcdef")
+        return function is not None and function.name.value != "__init__"
+    return False
+
+
+def omission(node: NodeOrLeaf) -> Found:
+    """An argument takes its default; an operand or an element of a literal is missing."""
+    for span in _omissible(node):
+        first = node.children[span[0]]
+        missing = dict.fromkeys(span, "")
+        yield first, rewritten(node, missing)
+
+
+def _omissible(node: NodeOrLeaf) -> list[range]:
+    """The children of each argument, operand or element that ``node`` can do without."""
+    if node.type in ("and_test", "or_test"):
+        *spans, _ = _separated(node)
+        end = len(node.children)
+        # The last operand, with the operator in front of it.
+        return [*spans, range(end - 2, end)]
+    if node.type == "trailer" and is_keyword(node.children[1]):
+        return [range(1, 2)]
+    if node.type == "arglist":
+        spans = []
+        for span in _separated(node):
+            if is_keyword(node.children[span[0]]):
+                spans.append(span)
+        return spans
+    if node.type in ("testlist_comp", "dictorsetmaker"):
+        spans = _separated(node)
+        if len(spans) >= 3:
+            return spans
+    return []
+
+
+def _separated(node: NodeOrLeaf) -> list[range]:
+    """The children of each part, with the comma or operator behind it."""
+    spans, begin = [], 0
+    for index, child in enumerate(node.children):
+        if child in (",", "and", "or"):
+            spans.append(range(begin, index + 1))
+            begin = index + 1
+    end = len(node.children)
+    if begin < end:
+        spans.append(range(begin, end))
+    return spans
+
+
+def swap(node: NodeOrLeaf) -> Found:
     """Swaps two arguments of one kind."""
-    kids = node.children if node.type == "arglist" else ()
-    for i, (a, b) in enumerate(zip(kids[::2], kids[2::2])):
-        if a.type == b.type and a.type in ("name", "atom_expr"):
-            if bare(node.parent.get_previous_sibling()) not in ("min", "max"):
-                yield a, rewritten(node, {2 * i: bare(b), 2 * i + 2: bare(a)})
+    if node.type != "arglist":
+        return
+    arguments = node.children[::2]
+    for number, (left, right) in enumerate(pairwise(arguments)):
+        if left.type != right.type or left.type not in ("name", "atom_expr"):
+            continue
+        called = node.parent.get_previous_sibling()
+        if bare(called) not in ("min", "max"):
+            swapped = {2 * number: bare(right), 2 * number + 2: bare(left)}
+            yield left, rewritten(node, swapped)
 
 
-def confusion(node: NodeOrLeaf) -> Iterator:
+def confusion(node: NodeOrLeaf) -> Found:
     """A function, a dtype or an operator is one that is easily taken for it."""
-    text = "_".join(bare(node).split()) if node.type != "file_input" else ""
+    if node.type == "file_input":
+        return
+    if node.type == "comp_if":
+        condition = node.children[1]
+        yield condition, f"if not ({bare(condition)})"
+        return
+    words = bare(node).split()
+    alike = ALIKE.get("_".join(words))
     is_new = node.type == "name" and node.is_definition()
-    if text in ALIKE and not is_new and node.get_next_sibling() != "=":
-        yield node, ALIKE[text].replace("_", " ")
-    elif node.type == "comp_if":
-        yield node.children[1], f"if not ({bare(node.children[1])})"
+    if alike and not is_new and node.get_next_sibling() != "=":
+        yield node, alike.replace("_", " ")
 
 
-def operator(find: Callable) -> SimpleNamespace:
+class Operator:
     """For cosmic-ray, of what finds parts of a node and the texts of the node with a fault."""
-    return SimpleNamespace(
-        mutation_positions=lambda at: [(p.start_pos, p.end_pos) for p, _ in find(at)],
-        mutate=lambda at, i: Name(list(find(at))[i][1], at.start_pos, prefix(at)),
-    )
+
+    def __init__(self, find: Callable[[NodeOrLeaf], Found]) -> None:
+        self.find = find
+
+    def mutation_positions(self, node: NodeOrLeaf) -> Iterator[tuple]:
+        for part, _ in self.find(node):
+            yield part.start_pos, part.end_pos
+
+    def mutate(self, node: NodeOrLeaf, index: int) -> Name:
+        found = list(self.find(node))
+        _, text = found[index]
+        return Name(text, node.start_pos, prefix(node))
 
 
 def operators() -> Iterator[tuple[str, Any]]:
     theirs = OperatorProvider()
-    for kind, words in THEIRS.items():
-        yield from ((kind, theirs[n]()) for n in theirs if re.fullmatch(words, n))
+    for kind, pattern in THEIRS.items():
+        for name in theirs:
+            if re.fullmatch(pattern, name):
+                yield kind, theirs[name]()
     for find in (deletion, omission, swap, confusion):
-        yield find.__name__, operator(find)
+        yield find.__name__, Operator(find)

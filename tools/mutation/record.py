@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from coverage import CoverageData
@@ -30,53 +31,90 @@ def record(place: Path) -> int:
     return tests.run_measured(Path(sys.executable), words, ROOT)
 
 
+class Test(NamedTuple):
+    """A test function; ``owner`` is its class, or empty."""
+
+    file: str
+    owner: str
+    name: str
+
+
 class Record:
     def __init__(self, place: Path) -> None:
-        if not (place / "tests.xml").exists():
+        junit = place / "tests.xml"
+        if not junit.exists():
             raise WrongTarget("first `python -m tools.mutation --record`")
-        self._optim, self._seconds = place / "optim", {}
-        for case in ElementTree.parse(place / "tests.xml").iter("testcase"):
-            file, name = case.get("file"), case.get("name")
+        self._optim = place / "optim"
+        self._seconds: dict[Test, float] = {}
+        for case in ElementTree.parse(junit).iter("testcase"):
             # Not those that failed or were skipped.
             if len(case) == 0:
+                file = case.get("file")
+                # The module's name is as long as its path without ".py", and a dot follows.
                 owner = case.get("classname")[len(file) - 2 :]
-                self._seconds[file, owner, name] = float(case.get("time"))
+                test = Test(file, owner, case.get("name"))
+                self._seconds[test] = float(case.get("time"))
         self._data = CoverageData(str(place / "data"))
         self._data.read()
 
     def tests(self, fault: Fault, optim: Path) -> list[str]:
         """Those that execute the lines that the fault is about, quick classes first."""
-        if not (self._optim / fault.file).exists():
+        former = self._optim / fault.file
+        if not former.exists():
             raise WrongTarget(f"{fault.file} is newer than the record: --record again")
-        files, end = self._data.measured_files(), f"/torch/optim/{fault.file}"
-        known = self._data.contexts_by_lineno(
-            next((f for f in files if f.endswith(end)), "")
-        )
-        new, old = (
-            (at / fault.file).read_text().split("\n") for at in (optim, self._optim)
-        )
-        # For each line where it was; for an edited one, around what it took the place of.
-        was = {}
-        for same, i, j, k, m in difflib.SequenceMatcher(
-            None, new, old, False
-        ).get_opcodes():
-            for at in range(i, j):
-                was[at + 1] = [at - i + k + 1] if same == "equal" else range(k, m + 2)
-        before = {n for line in range(fault.first, fault.last + 1) for n in was[line]}
-        words = [c.split(".") for line in before for c in known.get(line, ())]
-        # A class may have its tests from another one of the file, and with parameters.
-        runs = {(word, each[-1]) for each in words for word in each}
-        found = [
-            test
-            for test in self._seconds
-            if any((Path(test[0]).stem, test[2][:n]) in runs for n in range(1, 200))
-        ]
+        source = (optim / fault.file).read_text()
+        lines = former_lines(fault, source, former.read_text())
+        functions = self._functions(fault.file, lines)
+        found = [test for test in self._seconds if _is_among(test, functions)]
         # Any test may need the lines that only an import executes.
         found = found or list(self._seconds)
-        cost = Counter()
+        seconds_of_class: Counter[tuple[str, str]] = Counter()
         for test in found:
-            cost[test[:2]] += self._seconds[test]
-        found.sort(
-            key=lambda test: ("distributed" in test[0], cost[test[:2]], test[:2])
-        )
+            seconds_of_class[test.file, test.owner] += self._seconds[test]
+
+        def order(test: Test) -> tuple:
+            owner = test.file, test.owner
+            return "distributed" in test.file, seconds_of_class[owner], owner
+
+        found.sort(key=order)
         return ["::".join(filter(None, test)) for test in found]
+
+    def _functions(self, file: str, lines: set[int]) -> set[tuple[str, str]]:
+        """The test functions that execute a line: each word of a function's path, with its name."""
+        contexts: dict[int, list[str]] = {}
+        for path in self._data.measured_files():
+            if path.endswith(f"/torch/optim/{file}"):
+                contexts = self._data.contexts_by_lineno(path)
+                break
+        found = set()
+        for line in lines:
+            for context in contexts.get(line, ()):
+                words = context.split(".")
+                for word in words:
+                    found.add((word, words[-1]))
+        return found
+
+
+def former_lines(fault: Fault, source: str, former: str) -> set[int]:
+    """Where the lines of ``fault`` were; for an edited one, around what it took the place of."""
+    lines, formers = source.split("\n"), former.split("\n")
+    matcher = difflib.SequenceMatcher(None, lines, formers, autojunk=False)
+    found = set()
+    for kind, begin, end, former_begin, former_end in matcher.get_opcodes():
+        for line in range(begin + 1, end + 1):
+            if not fault.first <= line <= fault.last:
+                continue
+            if kind == "equal":
+                found.add(line - begin + former_begin)
+            else:
+                found.update(range(former_begin, former_end + 2))
+    return found
+
+
+def _is_among(test: Test, functions: set[tuple[str, str]]) -> bool:
+    """By file alone: a class may have its tests from another one of the file. A name may end with parameters."""
+    module = Path(test.file).stem
+    for end in range(1, len(test.name) + 1):
+        if (module, test.name[:end]) in functions:
+            return True
+    return False

@@ -8,10 +8,13 @@ from importlib.machinery import PathFinder
 class Redirect:
     @staticmethod
     def find_spec(name, path=None, target=None):
+        package, _, _ = name.rpartition(".")
         # The package's own modules follow from its path. Torch has the others.
-        optim = pathlib.Path(__file__).resolve().parent / "optim"
-        is_ours = name.rpartition(".")[0] == "torch.optim"
-        return PathFinder.find_spec(name, [str(optim)]) if is_ours else None
+        if package != "torch.optim":
+            return None
+        here = pathlib.Path(__file__).resolve()
+        optim = here.parent / "optim"
+        return PathFinder.find_spec(name, [str(optim)])
 
 
 sys.meta_path.insert(0, Redirect)

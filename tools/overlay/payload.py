@@ -34,7 +34,8 @@ def sha256(text: bytes | None) -> str | None:
 
 def is_source(rel: str) -> bool:
     path = PurePosixPath(rel)
-    return path.suffix == ".py" and not any(part[0] == "." for part in path.parts)
+    is_named = path.suffix == ".py" or path.name == "README.md"
+    return is_named and not any(part[0] == "." for part in path.parts)
 
 
 def has_markers(text: bytes) -> bool:

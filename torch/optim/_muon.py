@@ -137,6 +137,7 @@ class Muon(Optimizer):
     # Attributes of a copy or an old pickle.
     _distributed_config: DistributedConfig | None = None
     _engine: Engine | None = None
+    _hints: Any = None
     _needs_config = False
     _allow_batched_matrices = False
 
@@ -216,7 +217,7 @@ class Muon(Optimizer):
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
         if not torch.distributed.is_available():
             return page
-        from torch.optim._muon_engine.describe import coverage, in_full
+        from torch.optim._muon_reports.describe import coverage, in_full
 
         if self._engine is not None:
             page = in_full(self._engine)
@@ -294,8 +295,9 @@ class Muon(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # Checkpoints compare spellings, and write into dicts, which may be the user's.
-        group["split"] = Split.of(group["split"]).option
+        if group["split"] is not None:
+            # Checkpoints compare spellings, and write into dicts, which may be the user's.
+            group["split"] = Split.of(group["split"]).option
         try:
             if self._distributed_config is None:
                 problem = checks.find_problem(self, len(self.param_groups) - 1)
@@ -303,6 +305,7 @@ class Muon(Optimizer):
                     raise problem
             elif self._engine is not None:
                 self._engine = _new_engine(self)
+                self._hints = None
         except BaseException:
             self.param_groups.pop()
             raise
@@ -418,9 +421,16 @@ class Muon(Optimizer):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.rendezvous(self._tensors())
             engine = self._engine = _new_engine(self)
+            self._hints = None
         config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
-        engine.step(config, formulas, self.state)
+        without_gradient = engine.step(config, formulas, self.state)
+        if without_gradient:
+            if self._hints is None:
+                from torch.optim._muon_reports.hints import Hints
+
+                self._hints = Hints(engine)
+            self._hints.look(engine.steps, without_gradient)
 
 
 def _reorder_momentum(param: Tensor, state: dict[str, Any]) -> None:
@@ -439,9 +449,12 @@ def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
     keys = [key for group in loaded["param_groups"] for key in group["params"]]
     for key, param in zip(keys, muon._tensors(), strict=True):
         buffer = loaded["state"].get(key, {}).get("momentum_buffer")
-        if isinstance(buffer, Tensor) and param.grad_dtype not in (None, param.dtype):
-            buffer = buffer.to(param.device, param.grad_dtype)
-            muon.state[param]["momentum_buffer"] = buffer
+        if isinstance(buffer, Tensor):
+            # Gradients of any dtype may have given it the one that was saved.
+            dtype = param.grad_dtype or buffer.dtype
+            if dtype != param.dtype:
+                buffer = buffer.to(param.device, dtype)
+                muon.state[param]["momentum_buffer"] = buffer
 
 
 def _new_engine(muon: Muon) -> Engine:
@@ -487,7 +500,7 @@ def _single_tensor_muon(
     if any(t.ndim < least or (t.ndim > 2 and not takes_more) for t in tensors):
         raise ValueError("Param gradient must be a 2D matrix")
     if distributed_config is not None:
-        from torch.optim._muon_engine.engine import step_once
+        from torch.optim._muon_engine.functional import step_once
 
         return step_once(
             distributed_config, formulas, params, grads, muon_momentum_bufs
@@ -513,16 +526,17 @@ def _single_tensor_muon(
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
         if len(batch) == 1:
-            (prepared,) = formulas.prepare([muon_momentum_bufs[batch[0]]], [first])
-            updates = [formulas.update_of(prepared)]
+            (blended,) = formulas.blend([muon_momentum_bufs[batch[0]]], [first])
+            updates = [formulas.update_of(blended)]
         else:
             shape = (len(batch), *first.shape)
             stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
             for i, out in zip(batch, stacked, strict=True):
-                out.copy_(*formulas.prepare([muon_momentum_bufs[i]], [grads[i]]))
+                out.copy_(*formulas.blend([muon_momentum_bufs[i]], [grads[i]]))
             updates = list(formulas.orthogonalize(stacked).unbind())
         shape = split.joined_shape(first.shape)
-        formulas.apply([params[i] for i in batch], updates, shape)
+        step_size = formulas.step_size(shape, first.device)
+        formulas.apply([params[i] for i in batch], updates, step_size)
 
 
 def _batches(

@@ -17,6 +17,7 @@ from .optimizer import _to_scalar
 
 # Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
 _BATCH_BYTES = 64 * 1024**2
+_WHOLE = Split()
 
 
 def _adjust_lr(
@@ -71,6 +72,17 @@ def problem_with_flatten(param: Tensor, split: Split) -> str:
     return ""
 
 
+class StepSize(NamedTuple):
+    """By how much a step changes the matrices of one shape."""
+
+    # The factor of a parameter, by weight decay.
+    decay: float | Tensor
+    # The factor of its update.
+    alpha: Any
+    # Whether the two are Tensors on an accelerator.
+    is_on_device: bool
+
+
 class MuonFormulas(NamedTuple):
     """The hyperparameters of one parameter group in one step, and the phases that they define."""
 
@@ -95,7 +107,8 @@ class MuonFormulas(NamedTuple):
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
         # A list may change in place, which every step must notice.
-        values["split"] = Split.of(values["split"])
+        split = values["split"]
+        values["split"] = _WHOLE if split is None else Split.of(split)
         values["flatten"] = bool(values["flatten"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
@@ -125,8 +138,10 @@ class MuonFormulas(NamedTuple):
     @property
     def digest(self) -> int:
         """32 bits of the values in this step, whatever their types."""
-        lr, scale = self._readable_lr, self.adjust_lr_fn or "original"
-        values = self._replace(lr=lr, adjust_lr_fn=scale, foreach=None, split=None)
+        scale = self.adjust_lr_fn or "original"
+        values = self._replace(
+            lr=self._readable_lr, adjust_lr_fn=scale, foreach=None, split=None
+        )
         return zlib.crc32(repr(_plain(values)).encode())
 
     @property
@@ -169,7 +184,7 @@ class MuonFormulas(NamedTuple):
         else:
             torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
 
-    def prepare(
+    def blend(
         self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
         """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov, of one in ``out``."""
@@ -180,22 +195,26 @@ class MuonFormulas(NamedTuple):
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(
-        self, prepared: Tensor, products: Any = None, out: Tensor | None = None
+        self, blended: Tensor, products: Any = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
-        given. ``out`` may be ``prepared`` itself. ``products`` are those of a divided matrix.
+        given. ``out`` may be ``blended`` itself. ``products`` are those of a divided matrix.
         """
-        x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
-        coefficients = self.ns_coefficients
         update = newton_schulz(
-            x, coefficients, steps, self.eps, algorithm, products, out=out
+            blended.to(NS_DTYPE),
+            self.ns_coefficients,
+            self.ns_steps,
+            self.eps,
+            self.ns_algorithm,
+            products,
+            out=out,
         )
         # A tall update is transposed. Transposing it once is faster than transposing each region of it.
         return update if out is None or update is out else out.copy_(update)
 
-    def update_of(self, prepared: Tensor) -> Tensor:
+    def update_of(self, blended: Tensor) -> Tensor:
         """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
-        return self.orthogonalize(self.split.joined(prepared)).reshape(prepared.shape)
+        return self.orthogonalize(self.split.joined(blended)).reshape(blended.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` go into one batch."""
@@ -203,16 +222,22 @@ class MuonFormulas(NamedTuple):
             return 1
         return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))
 
-    def apply(
-        self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
-    ) -> None:
-        """Decays and updates matrices, or pieces of matrices, of the global ``shape``."""
+    def step_size(self, shape: Sequence[int], device: torch.device) -> "StepSize":
+        """The step size of matrices of the global ``shape`` on ``device``."""
         lr: Any = self.lr
         # Reading a Tensor on the host would wait for its device. Offloaded parameters wait anyway.
         is_on_device = isinstance(lr, Tensor) and not lr.is_cpu
-        lr = lr.to(params[0].device) if is_on_device else lr
-        decay = 1 - lr * self.weight_decay
-        alpha: Any = -_adjust_lr(lr, self.adjust_lr_fn, shape)
+        if is_on_device:
+            lr = lr.to(device)
+        alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
+        return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
+
+    @staticmethod
+    def apply(
+        params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
+    ) -> None:
+        """Decays and updates matrices, or pieces of matrices, of one step size."""
+        decay, alpha, is_on_device = step_size
         if (len(params) == 1 or params[0].is_cpu) and not is_on_device:
             # Foreach functions of a CPU would round the numbers to a parameter's dtype.
             for i, param in enumerate(params):
@@ -241,8 +266,14 @@ def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     return cast
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with floats for numbers and lists for tuples, which checkpoints exchange for each other."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(element) for element in value]
-    return value if value is None or isinstance(value, str) else float(value)
+def _plain(values: Sequence[Any]) -> list[Any]:
+    """``values`` with floats for numbers and lists for tuples, which checkpoints exchange for each other."""
+    plain: list[Any] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            plain.append(_plain(value))
+        elif value is None or isinstance(value, str):
+            plain.append(value)
+        else:
+            plain.append(float(value))
+    return plain

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-r"""Orthogonalization by Newton-Schulz iterations: the quintic, and its Gram form.
+r"""Orthogonalization by Newton-Schulz iterations with an odd quintic.
 
 The method, the quintic's coefficients and the number of steps are Keller Jordan's:
 https://kellerjordan.github.io/posts/muon/ and
@@ -7,10 +7,8 @@ https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbc
 with suggestions by @jxbz, @leloykun and @YouJiacheng.
 """
 
-import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,26 +24,8 @@ DEFAULT_NS_STEPS = 5
 # is sent gives the same bits as rounding it after it has arrived.
 NS_DTYPE = torch.bfloat16
 NS_ALGORITHMS = ("quintic", "gram", "symmetric")
-
-
-class _GramLimits(NamedTuple):
-    """The matrices for which the Gram form is faster than the default's products."""
-
-    # At least this many times the short side.
-    long_by_short: float
-    # At least this many rows or columns.
-    short: int
-
-
-_GRAM_ON_CPUS = _GramLimits(long_by_short=1.5, short=1)
-# Measured on an H100 (docs/data/h100-gpu.md), with plain products.
-_GRAM_ON_ACCELERATORS = _GramLimits(long_by_short=3.5, short=2048)
-# Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
-# matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
-_GRAM_GROWTH = 50
-# Symmetric products with at least this many rows are cut into blocks, at most this many times.
-_MIN_SYMMETRIC = 512
-_SYMMETRIC_LEVELS = 2
+# With fewer rows and columns, the quintic always takes torch's own products.
+MIN_SYMMETRIC = 512
 
 Coefficients = tuple[float, float, float]
 
@@ -60,32 +40,21 @@ def as_tuples(ns_coefficients: Any) -> tuple:
     )
 
 
-def _per_step(ns_coefficients: Sequence[Any]) -> bool:
-    return bool(ns_coefficients) and isinstance(ns_coefficients[0], (list, tuple))
-
-
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
     """Raises ValueError if the options of Newton-Schulz are invalid."""
     if ns_steps >= 100:
         raise ValueError(
             "Number of steps must be less than 100 for computational efficiency"
         )
-    per_step = _per_step(ns_coefficients)
-    if any(len(c) != 3 for c in (ns_coefficients if per_step else [ns_coefficients])):
+    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
+    per_step = coefficients is ns_coefficients
+    if any(len(c) != 3 for c in (coefficients if per_step else [ns_coefficients])):
         raise ValueError("Coefficients must be a tuple of exactly 3 values")
     if per_step and len(ns_coefficients) != ns_steps:
         raise ValueError(
             f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
     check_ns_algorithm(ns_algorithm)
-
-
-def uses_gram(shape: Sequence[int], ns_algorithm: str, is_cpu: bool) -> bool:
-    """Whether a matrix of ``shape`` takes the Gram form: on request, on devices and for shapes where it pays."""
-    limits = _GRAM_ON_CPUS if is_cpu else _GRAM_ON_ACCELERATORS
-    short, long = sorted(shape)
-    is_faster = short >= limits.short and long >= limits.long_by_short * short
-    return ns_algorithm == "gram" and is_faster
 
 
 def check_ns_algorithm(ns_algorithm: str) -> None:
@@ -95,92 +64,46 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
-def _addmm(base, left, right, beta, alpha=1, out=None) -> Tensor:
-    """``beta * base + alpha * left @ right``, of matrices or of batches."""
-    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
-    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
-
-
-def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVELS):
-    """Like :func:`_addmm`, for a symmetric ``base`` and result, whose blocks below the diagonal are copies."""
-    rows = left.size(-2)
-    if not levels or rows < _MIN_SYMMETRIC:
-        return _addmm(base, left, right, beta, alpha, out)
-    out = torch.empty_like(base) if out is None else out
-    upper, lower = slice(None, rows // 2), slice(rows // 2, None)
-    for down, along in ((upper, upper), (lower, lower), (upper, lower)):
-        a, b, c = base[..., down, along], left[..., down, :], right[..., along]
-        if down == along:
-            _mirrored(a, b, c, beta, alpha, out[..., down, along], levels - 1)
-        else:
-            # A contiguous block is transposed four times as fast as a view of ``out``.
-            block = _addmm(a, b, c, beta, alpha)
-            out[..., upper, lower] = block
-            out[..., lower, upper] = block.mT.contiguous()
-    return out
+def coefficients_of_steps(
+    ns_coefficients: Sequence[Any], ns_steps: int
+) -> Sequence[Coefficients]:
+    """The coefficients of each step: ``ns_coefficients`` themselves, if they are one tuple for each."""
+    if ns_coefficients and isinstance(ns_coefficients[0], (list, tuple)):
+        return ns_coefficients
+    return [ns_coefficients] * ns_steps  # type: ignore[list-item]
 
 
 class Products:
-    """The products of an iteration. Their factors commute, so the results are symmetric."""
+    """The operations of an iteration on a matrix, in torch's own kernels. Their factors commute, so the results of
+    ``gram`` and ``combine`` are symmetric.
+    """
 
     # The whole matrix's shape, if a rank has only a block of it.
     shape: Sequence[int] | None = None
-
-    def norm(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return x.norm()
-        if not x.is_cpu:
-            # One launch. It may add in another order than the norm of a single matrix, whose bits no accelerator
-            # promises for a batch.
-            return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        # A CPU promises them.
-        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
-
-    def gram(self, x: Tensor) -> Tensor:
-        return x @ x.mT
-
-    combine: Any = staticmethod(_addmm)
+    # The Frobenius norm of a matrix.
+    norm: Any = staticmethod(torch.Tensor.norm)
+    # A matrix times its transpose.
+    gram: Any = staticmethod(torch.mm)
+    # ``beta * base + alpha * left @ right``.
+    combine: Any = staticmethod(torch.addmm)
 
 
-class SymmetricProducts(Products):
-    """Computes the blocks on and above the diagonal, and mirrors those above."""
-
-    def gram(self, x: Tensor) -> Tensor:
-        gram = x.new_empty(*x.shape[:-1], x.size(-2))
-        # With ``beta`` 0, the content of ``base`` does not count.
-        return _mirrored(gram, x, x.mT, 0, out=gram)
-
-    combine = staticmethod(_mirrored)
-
-
-_PLAIN, _SYMMETRIC = Products(), SymmetricProducts()
-
-
-@functools.cache
-def _has_same_bits() -> bool:
-    """Whether symmetric products have the bits of plain ones on this CPU. Measured on CPUs with AVX-512
-    bfloat16 and without AMX. Other CPUs and accelerators use them on request.
-    """
-    cpu = torch.cpu
-    return cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
-
-
-def products_for(x: Tensor, ns_algorithm: str) -> Products:
-    """Symmetric products on CPUs, on request or where they have the bits of plain products, and are faster."""
-    if min(x.shape[-2:]) < _MIN_SYMMETRIC:
-        return _PLAIN
-    # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
-        return _PLAIN
+def _norms(x: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix of a batch, of shape (matrices, 1, 1)."""
     if not x.is_cpu:
-        # The host takes longer to launch the products of blocks than an H100 to compute whole products.
-        return _PLAIN
-    if ns_algorithm != "quintic":
-        return _SYMMETRIC
-    is_measured = x.ndim == 2 and x.dtype == NS_DTYPE
-    # With more threads, the library may cut the sums of small blocks.
-    is_exact = is_measured and torch.get_num_threads() <= 2 and _has_same_bits()
-    return _SYMMETRIC if is_exact else _PLAIN
+        # One launch. It may add in another order than the norm of a single matrix, whose bits no accelerator
+        # promises for a batch.
+        return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    # A CPU promises them.
+    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+
+class BatchProducts(Products):
+    """Those on a batch of shape (matrices, rows, columns)."""
+
+    norm = staticmethod(_norms)
+    gram = staticmethod(torch.bmm)
+    combine = staticmethod(torch.baddbmm)
 
 
 def newton_schulz(
@@ -189,101 +112,59 @@ def newton_schulz(
     ns_steps: int,
     eps: float,
     ns_algorithm: str = "quintic",
-    products: Products | None = None,
+    products: Any = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It writes only
     to ``out``, which may be ``x`` itself: the result is there, unless it is the transpose of a computed matrix.
     ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of ``ns_steps`` iterations. ``eps``
-    is a lower bound of the norm that divides ``x``. With ``products`` of all owners of a divided matrix, ``x`` is a
-    block of it.
+    is a lower bound of the norm that divides ``x``. With the ``products`` of all owners of a divided matrix, ``x`` is
+    a block of it.
     """
-    products = products or products_for(x, ns_algorithm)
+    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
+    is_small = min(x.shape[-2:]) < MIN_SYMMETRIC
+    if products is None and ns_algorithm == "quintic" and is_small:
+        return quintic(x, coefficients, eps, out=out)
+    from ._newton_schulz_variants import fastest
+
+    return fastest(x, coefficients, eps, ns_algorithm, products, out)
+
+
+def quintic(
+    x: Tensor,
+    coefficients: Sequence[Coefficients],
+    eps: float,
+    products: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """:func:`newton_schulz` with one iteration for each of the ``coefficients``, by torch's ``products`` unless others
+    are given.
+    """
+    if products is None:
+        products = Products if x.ndim == 2 else BatchProducts
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     rows, columns = products.shape or x.shape[-2:]
-    tall = rows > columns
-    if tall:
+    is_tall = rows > columns
+    if is_tall:
         x = x.mT
     # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
     x = x / products.norm(x).clamp(min=eps)
-    per_step = _per_step(ns_coefficients)
-    steps: Any = ns_coefficients if per_step else [ns_coefficients] * ns_steps
-    if uses_gram((rows, columns), ns_algorithm, x.is_cpu):
-        for block in _gram_blocks(steps):
-            x = _gram_factor(x, block, products) @ x
-        return x.mT if tall else x
-    for number, (a, b, c) in enumerate(steps, 1):
-        gram = products.gram(x)
-        target = out if number == len(steps) and not tall else None
+    for step, (a, b, c) in enumerate(coefficients, 1):
+        gram = products.gram(x, x.mT)
+        target = out if step == len(coefficients) and not is_tall else None
         # The polynomial has no name, so that its memory is free before the next Gram matrix.
         if c == 0:
-            x = _addmm(x, _cubic(gram, b), x, a, out=target)
+            # A product with ``alpha=0`` would have the same bits, but takes a slow path on CPUs.
+            x = add_product(x, gram * b, x, beta=a, out=target)
         else:
-            x = _addmm(x, products.combine(gram, gram, gram, b, c), x, a, out=target)
-    return x.mT if tall else x
-
-
-def _cubic(gram: Tensor, b: float) -> Tensor:
-    """``b * gram + 0 * gram @ gram``. Products with ``alpha=0`` would have the same bits, but take a slow path on
-    CPUs.
-    """
-    return gram * b
-
-
-def newton_schulz_bytes(
-    shape: Sequence[int],
-    ns_algorithm: str = "quintic",
-    owners: int = 1,
-    is_cpu: bool = True,
-) -> int:
-    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices. Each of several
-    ``owners`` has a block of the matrix, and whole Gram matrices.
-    """
-    short, long = sorted(shape)
-    square, block = short * short, short * long // owners
-    elements = 3 * block + 2 * square
-    if uses_gram(shape, ns_algorithm, is_cpu):
-        elements = max(3 * block + square, 2 * block + 5 * square)
-    if owners > 1:
-        # The sum of Gram matrices is in float32.
-        elements = max(elements, 2 * block + 4 * square)
-    return elements * NS_DTYPE.itemsize
-
-
-def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
-    """Splits the steps into blocks that share one Gram matrix: three and two of the default five."""
-    blocks: list[list[Coefficients]] = []
-    growth = math.inf
-    for a, b, c in steps:
-        growth *= abs(a)
-        if growth > _GRAM_GROWTH:
-            blocks.append([])
-            growth = abs(a)
-        blocks[-1].append((a, b, c))
-    return blocks
-
-
-def _gram_factor(x: Tensor, steps: list[Coefficients], products: Products) -> Tensor:
-    """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``. Each step multiplies
-    ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a polynomial of this one. So all steps
-    of a block need two products with the long side instead of two per step.
-    """
-    gram = products.gram(x)
-    factor = torch.empty(0)
-    for step, (a, b, c) in enumerate(steps, 1):
-        if c == 0:
-            poly = _cubic(gram, b)
-        else:
-            poly = products.combine(gram, gram, gram, b, c)
-        if step == 1:
-            factor = poly.clone()
-            factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            factor = products.combine(factor, poly, factor, a)
-        if step < len(steps):
-            # Adding ``a`` to the diagonal of ``poly`` first would round away the last bits of the rest.
-            half = products.combine(gram, poly, gram, a)
-            gram = products.combine(half, half, poly, a)
-    return factor
+            x = add_product(
+                x,
+                products.combine(gram, gram, gram, beta=b, alpha=c),
+                x,
+                beta=a,
+                out=target,
+            )
+    return x.mT if is_tall else x
 
 
 def _zeropower_via_newtonschulz(

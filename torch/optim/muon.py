@@ -8,6 +8,7 @@ orthogonalizes it and sends every rank its piece of the update.
 from __future__ import annotations
 
 import warnings
+from itertools import starmap
 from types import MappingProxyType
 from typing import Any, Literal, TYPE_CHECKING
 
@@ -53,13 +54,22 @@ _POLAR_EXPRESS_IN_EXACT_ARITHMETIC = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
+_LARGEST_SINGULAR_VALUE = 1.01
+
+
+def _allowing_for_rounding(a: float, b: float, c: float) -> tuple[float, float, float]:
+    """The coefficients of a x + b x**3 + c x**5 for x divided by the largest singular value."""
+    return (
+        a / _LARGEST_SINGULAR_VALUE,
+        b / _LARGEST_SINGULAR_VALUE**3,
+        c / _LARGEST_SINGULAR_VALUE**5,
+    )
+
+
 POLAR_EXPRESS: Mapping[str, Any] = MappingProxyType(
     {
         "ns_coefficients": (
-            *(
-                (a / 1.01, b / 1.01**3, c / 1.01**5)
-                for a, b, c in _POLAR_EXPRESS_IN_EXACT_ARITHMETIC
-            ),
+            *starmap(_allowing_for_rounding, _POLAR_EXPRESS_IN_EXACT_ARITHMETIC),
             (1.875, -1.25, 0.375),
         ),
         "ns_steps": 8,
@@ -249,16 +259,22 @@ def detect_tp_dims_from_model(
     Returns:
         dict[int, int]: parameter index -> dimension, without parameters that are not cut.
     """
-    from torch.optim._muon_engine.layouts.groups import detected_tp_dims
+    from torch.optim._muon_engine.layouts.tp_dims import detected_tp_dims
 
-    dims = detected_tp_dims(module_or_params)
-    guessed = [index for index, dim in dims.items() if dim is None]
+    dims: dict[int, int] = {}
+    guessed: list[int] = []
+    for index, dim in detected_tp_dims(module_or_params).items():
+        if dim is None:
+            dims[index] = 0
+            guessed.append(index)
+        elif dim != -1:
+            dims[index] = dim
     if guessed:
         warnings.warn(
             f"nothing says how TP cuts parameters {guessed}; dimension 0 is a guess. Set a tp_dim on each, -1 for not at all",
             stacklevel=2,
         )
-    return {i: 0 if dim is None else dim for i, dim in dims.items() if dim != -1}
+    return dims
 
 
 def partition_parameters(
@@ -284,11 +300,16 @@ def partition_parameters(
 
     check_resharded(module)
     matrices, others = [], []
-    for name, param, inside in logical_matrices(module):
-        are_matrices = {len(shape) == 2 for _, shape in inside}
-        if len(are_matrices) > 1:
-            raise mixed(name, {f"{len(shape)}D": inner for inner, shape in inside})
-        (matrices if True in are_matrices else others).append(param)
+    for parameter_name, parameter, tensors in logical_matrices(module):
+        # Number of dimensions -> a tensor that has so many.
+        examples = {len(shape): tensor_name for tensor_name, shape in tensors}
+        if 2 not in examples:
+            others.append(parameter)
+        elif len(examples) == 1:
+            matrices.append(parameter)
+        else:
+            kinds = {f"{count}D": example for count, example in examples.items()}
+            raise mixed(parameter_name, kinds)
     return matrices, others
 
 
@@ -339,7 +360,7 @@ def partition_named_parameters(
         ValueError: a flat FSDP1 parameter mixes both or different splits, a pattern matches no name, or FSDP2 has
             unsharded parameters, as after a forward without a backward.
     """
-    from torch.optim._muon_partition import partition
+    from torch.optim._muon_models.partition import partition
 
     return partition(module, exclude, verbose, split, allow_batched_matrices)
 
@@ -361,7 +382,7 @@ def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     Returns:
         dict: name of a parameter -> the option ``split`` of its parameter group.
     """
-    from torch.optim._muon_fused import split_of
+    from torch.optim._muon_models.fused import split_of
 
     return split_of(module, heads)
 

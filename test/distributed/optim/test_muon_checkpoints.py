@@ -4,6 +4,7 @@
 import copy
 import functools
 import io
+import itertools
 import shutil
 import tempfile
 
@@ -62,10 +63,9 @@ OPTIONS = {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.3}
 
 
 def model_on(mesh, *placements):
-    return [
-        Spec(shape, mesh, placements[i % len(placements)])
-        for i, shape in enumerate(SHAPES_OF_MODEL)
-    ]
+    """The matrices of a model. The placements take turns."""
+    turns = itertools.cycle(placements)
+    return [Spec(shape, mesh, next(turns)) for shape in SHAPES_OF_MODEL]
 
 
 @functools.cache
@@ -131,17 +131,16 @@ class Job:
         return {"process_group": group, "no_dist": self.ranks == 1}
 
     def problems(self, other):
-        (values, momenta), (others, other_momenta) = (
-            (state["model"], state["optimizer"]["state"])
-            for state in (self.whole(), other.whole())
-        )
-        key = "momentum_buffer"
-        return [
-            name
-            for name, value in values.items()
-            if not torch.equal(value, others[name])
-            or not torch.equal(momenta[name][key], other_momenta[name][key])
-        ]
+        """The parameters that differ from those of another job, in value or momentum."""
+        mine, others = self.whole(), other.whole()
+        found = []
+        for name, value in mine["model"].items():
+            momentum = mine["optimizer"]["state"][name]["momentum_buffer"]
+            its = others["optimizer"]["state"][name]["momentum_buffer"]
+            is_same = torch.equal(value, others["model"][name])
+            if not (is_same and torch.equal(momentum, its)):
+                found.append(name)
+        return found
 
 
 # FSDP1 of 2.11 gathers its state over all ranks.
@@ -165,7 +164,9 @@ class TestMuonCheckpoints(common_muon.OnCPU):
 
     def replace_optimizer(self, twins, state_dict):
         """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
-        twins.params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
+        twins.params = [
+            torch.nn.Parameter(param.detach().clone()) for param in twins.params
+        ]
         twins.optimizer = Muon(twins.params, distributed_config="auto")
         twins.optimizer.load_state_dict(state_dict)
 
@@ -202,8 +203,8 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         twins.optimizer.step()
         twins.single.step()
         has = [
-            "momentum_buffer" in twins.optimizer.state.get(p, {})
-            for p in [*twins.params, frozen]
+            "momentum_buffer" in twins.optimizer.state.get(param, {})
+            for param in [*twins.params, frozen]
         ]
         self.assertEqual(common_muon.everyone(has), [[True, True, True, False]] * 4)
         # Without a gradient it is zero.
@@ -251,27 +252,28 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         uninterrupted, job = Job("alone", 1, 0, **OPTIONS), None
         names = dict(uninterrupted.model.named_parameters())
         for number, (kind, ranks) in enumerate(JOURNEY):
-            if job is not None:
-                job.save(f"{folder}/{number}")
-            # On all ranks, idle ones, too.
-            mesh_of(ranks)
-            grid_of(2, 2)
-            dist.barrier()
-            works, job = self.rank < ranks, None
-            if works:
-                # After the first one, a job has other values until it loads.
-                job = Job(kind, ranks, number, **({} if number else OPTIONS))
-                if number:
-                    job.load(f"{folder}/{number}")
-            gradients = {
-                name: common_muon.full(100 * number + i, param.shape)
-                for i, (name, param) in enumerate(names.items())
-            }
-            uninterrupted.step(gradients)
-            if works:
-                job.step(gradients)
-            problems = job.problems(uninterrupted) if works else []
-            self.assertEverywhere(problems, f"{kind} on {ranks}")
+            with self.subTest(number=number, kind=kind, ranks=ranks):
+                if job is not None:
+                    job.save(f"{folder}/{number}")
+                # On all ranks, idle ones, too.
+                mesh_of(ranks)
+                grid_of(2, 2)
+                dist.barrier()
+                works, job = self.rank < ranks, None
+                if works:
+                    # After the first one, a job has other values until it loads.
+                    job = Job(kind, ranks, number, **({} if number else OPTIONS))
+                    if number:
+                        job.load(f"{folder}/{number}")
+                gradients = {}
+                seeds = itertools.count(100 * number)
+                for name, param in names.items():
+                    gradients[name] = common_muon.full(next(seeds), param.shape)
+                uninterrupted.step(gradients)
+                if works:
+                    job.step(gradients)
+                problems = job.problems(uninterrupted) if works else []
+                self.assertEverywhere(problems, f"{kind} on {ranks}")
 
 
 if __name__ == "__main__":

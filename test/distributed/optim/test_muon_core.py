@@ -29,17 +29,27 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 # Process groups beyond the mesh's, FSDP1, the user's functions, relays, two levels, divided matrices, splits, and texts.
 FEATURES = (
-    "describe",
+    "functional",
     "functions",
+    "layouts.collector",
     "layouts.divide",
     "layouts.exchange",
     "layouts.fsdp1",
     "layouts.fsdp2",
     "layouts.groups",
+    "layouts.joins",
+    "layouts.pieces",
     "layouts.round_trip",
+    "layouts.tp_dims",
     "runtime.divided",
     "runtime.levels",
     "runtime.relays",
+    "runtime.sums",
+    "schedule.assignments",
+    "schedule.division",
+    "schedule.levels",
+    "schedule.relays",
+    "schedule.runs",
 )
 
 
@@ -76,17 +86,19 @@ class TestMuonCoreAlone(common_muon.OnCPU):
         """The test would show nothing otherwise."""
         with without_features(), self.everywhere():
             for name in FEATURES:
-                with self.assertRaises(ImportError):
-                    __import__(f"torch.optim._muon_engine.{name}")
+                with self.subTest(name=name):
+                    with self.assertRaises(ImportError):
+                        __import__(f"torch.optim._muon_engine.{name}")
 
     def test_dtensors(self):
         for mesh, placements in (
             (mesh_of(4), [(S0,), (S1,), (R,)]),
             (grid_of(2, 2), [(S0, S1), (R, S0), (S1, R)]),
         ):
-            with without_features():
-                twins = Twins(specs(mesh, placements))
-                self.assertTrainsAlike(twins, 3, f"{placements}")
+            with self.subTest(mesh=mesh, placements=placements):
+                with without_features():
+                    twins = Twins(specs(mesh, placements))
+                    self.assertTrainsAlike(twins, 3, f"{placements}")
 
     def test_fully_shard(self):
         torch.manual_seed(0)

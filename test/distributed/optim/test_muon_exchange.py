@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon
-from torch.optim._muon_engine.process_groups import rendezvous, spanning_group
-from torch.optim._muon_engine.schedule import buckets, packs
+from torch.optim._muon_engine.process_groups import spanning_group
+from torch.optim._muon_engine.store import rendezvous
+from torch.optim._muon_engine.schedule import buckets, relays
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
@@ -42,7 +43,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 
 
 class TestMuonExchange(OnCPU):
@@ -54,16 +55,17 @@ class TestMuonExchange(OnCPU):
 
     def test_each_matrix_is_orthogonalized_once(self):
         for parallel in (True, False):
-            twins = Twins(self.placed(), create_dtensor_config(parallel))
-            twins.set_gradients()
-            with NewtonSchulzCalls() as calls:
-                twins.optimizer.step()
-            owned = twins.optimizer.assignments
-            for rank, shapes in enumerate(everyone(calls.shapes)):
-                expected = sorted(twins.specs[i].shape for i in owned[rank])
-                self.assertEqual(sorted(shapes), expected)
-            every = sorted(itertools.chain(*owned.values()))
-            self.assertEqual(every, [*range(len(twins.specs))])
+            with self.subTest(parallel=parallel):
+                twins = Twins(self.placed(), create_dtensor_config(parallel))
+                twins.set_gradients()
+                with NewtonSchulzCalls() as calls:
+                    twins.optimizer.step()
+                owned = twins.optimizer.assignments
+                for rank, shapes in enumerate(everyone(calls.shapes)):
+                    expected = sorted(twins.specs[index].shape for index in owned[rank])
+                    self.assertEqual(sorted(shapes), expected)
+                every = sorted(itertools.chain(*owned.values()))
+                self.assertEqual(every, [*range(len(twins.specs))])
 
     def test_hsdp_orthogonalizes_once_and_not_per_replica(self):
         twins = Twins(specs(grid_of(2, 2), [(R, S0)], [(8, 8)] * 4))
@@ -80,12 +82,15 @@ class TestMuonExchange(OnCPU):
 
     def test_two_collectives_a_bucket_and_one_of_statuses(self):
         # One matrix for each owner is one bucket, and four are four buckets.
-        for count in (1, 4):
-            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
-            seen = self.collectives_of_a_step(twins)
-            expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
-            self.assertEqual(seen.names, expected)
-            self.assertEqual({call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)})
+        for matrices, exchanges in ((4, 2), (16, 8)):
+            with self.subTest(matrices=matrices):
+                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * matrices))
+                seen = self.collectives_of_a_step(twins)
+                first, *others = seen.names
+                self.assertEqual(first, "all_reduce")
+                self.assertEqual(others, ["all_to_all_single"] * exchanges)
+                ranks = {call.comm.ranks for call in seen.calls}
+                self.assertEqual(ranks, {(0, 1, 2, 3)})
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
         self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
@@ -94,13 +99,14 @@ class TestMuonExchange(OnCPU):
         usual = self.collectives_of_a_step(twins)
         self.assertEqual(everyone(usual.names), [usual.names] * 4)
         for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
-            now = self.collectives_of_a_step(twins, missing)
-            self.assertEqual(now.launches, usual.launches)
+            with self.subTest(missing=missing):
+                now = self.collectives_of_a_step(twins, missing)
+                self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
         common_muon.as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
-        for i, param in enumerate(twins.params):
-            if i % 4 == self.rank:
+        for index, param in enumerate(twins.params):
+            if index % 4 == self.rank:
                 param.grad = None
         with Recorder() as seen:
             twins.optimizer.step()
@@ -129,10 +135,14 @@ class TestMuonExchange(OnCPU):
         twins.step()
         twins.set_gradients()
         before = [common_muon.local(param.detach()).clone() for param in twins.params]
+
+        def fails():
+            raise KeyError
+
         if self.rank == 2:
             # A step that the other ranks do not make.
             with contextlib.suppress(KeyError):
-                twins.optimizer.step({}.popitem)
+                twins.optimizer.step(fails)
         for _ in range(2):
             pattern = "not in the same step"
             self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
@@ -142,7 +152,8 @@ class TestMuonExchange(OnCPU):
     def test_mismatches_on_an_accelerator_are_seen_in_the_next_step(self):
         # A step does not wait for the device to learn the statuses of other ranks.
         placed = specs(grid_of(2, 2), [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
-        named, one_missing = r"parameter 0.* \(8, 8\)", (0,) * (self.rank == 1)
+        named = r"parameter 0.* \(8, 8\)"
+        one_missing = (0,) if self.rank == 1 else ()
         # In its first step it waits, and nothing has moved.
         twins = Twins(placed)
         common_muon.as_on_an_accelerator(twins.optimizer)
@@ -150,22 +161,24 @@ class TestMuonExchange(OnCPU):
         self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, named)
         self.assertTrainsAlike(twins)
         for look in (Muon.step, Muon.state_dict, Muon.synchronize):
-            twins = Twins(placed, weight_decay=0.2, foreach=False)
-            twins.step()
-            common_muon.as_on_an_accelerator(twins.optimizer)
-            self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
-            twins.set_gradients(one_missing)
-            with self.everywhere():
-                with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                    twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, named):
-                    look(twins.optimizer)
-                # Raised once. After that, state_dict() only warns, so that a user can save.
-                with self.assertLogs("torch.optim.muon", "WARNING") as seen:
-                    twins.optimizer.state_dict()
-                self.assertRegex(seen.output[0], named)
-                with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
-                    twins.optimizer.step()
+            with self.subTest(look=look):
+                twins = Twins(placed, weight_decay=0.2, foreach=False)
+                twins.step()
+                common_muon.as_on_an_accelerator(twins.optimizer)
+                self.assertTrainsAlike(twins, 1, missing=lambda step: [1])
+                self.assertTrainsAlike(twins, 1)
+                twins.set_gradients(one_missing)
+                with self.everywhere():
+                    with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                        twins.optimizer.step()
+                    with self.assertRaisesRegex(RuntimeError, named):
+                        look(twins.optimizer)
+                    # Raised once. After that, state_dict() only warns, so that a user can save.
+                    with self.assertLogs("torch.optim.muon", "WARNING") as seen:
+                        twins.optimizer.state_dict()
+                    self.assertRegex(seen.output[0], named)
+                    with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
+                        twins.optimizer.step()
 
 
 @contextlib.contextmanager
@@ -197,7 +210,7 @@ class TestMuonRelays(OnCPU):
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
         # Two replicas are many, and a relay carries a few shards at a time.
         few = mock.patch.object(buckets, "MAX_REPLICAS", 1)
-        with few, mock.patch.object(packs, "RELAY_BYTES", 200):
+        with few, mock.patch.object(relays, "RELAY_BYTES", 200):
             twins = Twins(layout)
         with Recorder() as seen:
             twins.step()
@@ -207,17 +220,19 @@ class TestMuonRelays(OnCPU):
         with self.everywhere():
             names = {"all_to_all_single", "broadcast"}
             for recorded in (connections, seen):
-                self.assertEqual({*recorded.names}, {*names, "all_reduce"})
-                for call in recorded.calls:
-                    self.assertLessEqual(call.peers, mine)
-            exchanged, passed_on = (
-                sum(c.nbytes // c.itemsize for c in seen.calls if c.name == name)
-                for name in ("all_to_all_single", "broadcast")
-            )
+                with self.subTest(recorded=recorded):
+                    self.assertEqual({*recorded.names}, {*names, "all_reduce"})
+                    for call in recorded.calls:
+                        self.assertLessEqual(call.peers, mine)
+            elements = Counter()
+            for call in seen.calls:
+                elements[call.name] += call.nbytes // call.itemsize
+            exchanged = elements["all_to_all_single"]
+            passed_on = elements["broadcast"]
             # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
-            self.assertEqual(exchanged, 64 + 64)
+            self.assertEqual(exchanged, 128)
             # Half of each of the eight matrices.
-            self.assertEqual(passed_on, 8 * 64)
+            self.assertEqual(passed_on, 512)
         # Few replicas are served directly.
         twins = Twins(layout)
         with Recorder() as seen:
@@ -254,10 +269,11 @@ class TestMuonRelays(OnCPU):
 class TestMuonDescribe(OnCPU):
     def params(self, shapes, placements=(S0,)):
         placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
-        return [
-            (f"layers.{i}", nn.Parameter(place(common_muon.full(i, spec.shape), spec)))
-            for i, spec in enumerate(placed)
-        ]
+        named = []
+        for index, spec in enumerate(placed):
+            value = place(common_muon.full(index, spec.shape), spec)
+            named.append((f"layers.{index}", nn.Parameter(value)))
+        return named
 
     def test_relays_are_counted(self):
         with mock.patch.object(buckets, "MAX_REPLICAS", 1):
@@ -285,7 +301,8 @@ class TestMuonDescribe(OnCPU):
             r"[Ff]rozen, and not in the schedule: parameter 1 'layers\.1'",
             "one owner at a time",
         ):
-            self.assertRegex(page, words)
+            with self.subTest(words=words):
+                self.assertRegex(page, words)
 
     def test_share_of_the_model(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
@@ -339,7 +356,8 @@ class TestMuonDescribe(OnCPU):
             twins.step()
         found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
         for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
-            self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
+            with self.subTest(phase=phase):
+                self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
 
 
 # Bounds the time that members would wait for each other under different names.
@@ -379,7 +397,8 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
         before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
         for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2, 3]):
-            self.assertMeet(ranks, made(ranks), f"{ranks}")
+            with self.subTest(ranks=ranks):
+                self.assertMeet(ranks, made(ranks), f"{ranks}")
         # Members may list the ranks in different orders.
         self.assertMeet([0, 1, 2], made([2, 0, 1] if self.rank == 0 else [0, 1, 2]))
         # As the fifth positional argument, and without ranks.
@@ -394,14 +413,22 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
     def errors(self, call, ranks):
-        outcomes = everyone(self.outcome(call) if self.rank in ranks else None)
-        return {rank: ": ".join(one) for rank, one in enumerate(outcomes) if one}
+        """The errors of those of ``ranks`` that get one."""
+        outcome = self.outcome(call) if self.rank in ranks else None
+        found = {}
+        for rank, its_outcome in enumerate(everyone(outcome)):
+            if its_outcome is not None:
+                kind, text = its_outcome
+                found[rank] = f"{kind}: {text}"
+        return found
 
     def test_spanning_groups(self):
         """An existing group is used. Another is made once, and again after it was destroyed."""
-        pairs = (0, 2), (1, 3)
-        mine = pairs[self.rank % 2]
-        given = [dist.new_group(pair, WAIT) for pair in pairs][self.rank % 2]
+        even, odd = dist.new_group((0, 2), WAIT), dist.new_group((1, 3), WAIT)
+        if self.rank in (0, 2):
+            mine, given = (0, 2), even
+        else:
+            mine, given = (1, 3), odd
         self.make_unequal_numbers_of_groups()
         before = len(dist.distributed_c10d._world.pg_names)
         with self.everywhere():
@@ -417,7 +444,8 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             self.assertIsNot(world, dist.group.WORLD)
             # Whichever of the framework's groups comes first.
             orders = [given, world], [world, given]
-            self.assertIs(*(spanning_group(mine[:1], order) for order in orders))
+            alone = [spanning_group(mine[:1], order) for order in orders]
+            self.assertIs(*alone)
         ranks = (0, 1, 3)
         for _ in range(2):
             group = spanning_group(ranks, []) if self.rank in ranks else None

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine import agreement, process_groups
-from torch.optim._muon_engine.layouts.groups import _LocalReader
+from torch.optim._muon_engine import agreement, process_groups, store
+from torch.optim._muon_engine.layouts.collector import PieceCollector
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import LocalBucket
@@ -69,12 +69,12 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.
 BUILDING = {
-    "reading": Phase(_LocalReader, "add", UNREACHED),
+    "reading": Phase(PieceCollector, "add", UNREACHED),
     "agreement": Phase(agreement, "gather_values", UNREACHED),
     "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }
 STEPPING = {
-    "pack": Phase(MuonFormulas, "prepare", EXCHANGE),
+    "pack": Phase(MuonFormulas, "blend", EXCHANGE),
     "gather": Phase(LocalBucket, "start_gather", EXCHANGE, after=True),
     "orthogonalize": Phase(MuonFormulas, "orthogonalize", EXCHANGE),
     "apply": Phase(MuonFormulas, "apply", EXCHANGE),
@@ -139,12 +139,10 @@ class Job:
         self.rank, self.ranks = rank, ranks
         shape = (2, 2) if len(ranks) == TEAM else (1, len(ranks))
         grid = torch.tensor(ranks).view(shape)
-        ddp, fsdp = (
-            dist.new_group(line, timeout=LONG, use_local_synchronization=True)
-            for lines in (grid.t().tolist(), grid.tolist())
-            for line in lines
-            if rank in line
-        )
+        (row,) = [row for row in grid.tolist() if rank in row]
+        (column,) = [column for column in grid.t().tolist() if rank in column]
+        ddp = dist.new_group(column, timeout=LONG, use_local_synchronization=True)
+        fsdp = dist.new_group(row, timeout=LONG, use_local_synchronization=True)
         self.all = dist.new_group(ranks, timeout=LONG, use_local_synchronization=True)
         self.groups = ddp, fsdp
         self.twins = None
@@ -290,7 +288,7 @@ class Faults(common_distributed.MultiProcessTestCase):
         dist.init_process_group("gloo", store=self.store, timeout=LONG, **ranks)
         self.store.set(f"process/{self.rank}", pickle.dumps(os.getpid()))
         # The survivors wait this long for the reason of another rank.
-        process_groups.PATIENCE = 1
+        store.PATIENCE = 1
         team = 0 if self.deadly else self.rank // TEAM
         self.path = os.path.join(folder, str(team))
         self.run_team(team * TEAM, self.cases[team])
@@ -298,7 +296,10 @@ class Faults(common_distributed.MultiProcessTestCase):
 
     def run_team(self, first, cases):
         spared = list(range(first, first + SPARED))
-        culprits = [first + SPARED + at * self.deadly for at in range(len(cases))]
+        # A killed rank does not come again.
+        culprits = []
+        for number in range(len(cases)):
+            culprits.append(first + SPARED + (number if self.deadly else 0))
         if self.rank in (*spared, culprits[0]):
             job = Job("before", [*spared, culprits[0]], self.rank)
             job.build()
@@ -383,9 +384,17 @@ RAISING = {
 }
 
 
+def dealt(cases):
+    """The cases of each of two teams, which play at the same time."""
+    teams = {}, {}
+    for number, (name, case) in enumerate(cases.items()):
+        teams[number % 2][name] = case
+    return list(teams)
+
+
 @common_distributed.requires_gloo()
 class TestMuonRaises(Faults):
-    cases = [dict(list(RAISING.items())[at::2]) for at in range(2)]
+    cases = dealt(RAISING)
     world_size = 2 * TEAM
 
     def test_raises(self):

@@ -4,11 +4,13 @@
 import copy
 import io
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Muon
+from torch.optim._muon_engine.runtime.params import ParamInputs
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -29,13 +31,29 @@ class TestMuonMomentum(common_muon.OnCPU):
     def step_with_gradients_of(self, twins, dtype):
         """Both make a step with the same gradients of ``dtype``."""
         twins.steps += 1
-        for i, spec in enumerate(twins.specs):
-            gradient = full(twins.seeds[i] + 1000 * twins.steps, spec.shape, dtype)
-            twins.singles[i].grad = gradient
+        for index, spec in enumerate(twins.specs):
+            gradient = full(twins.seeds[index] + 1000 * twins.steps, spec.shape, dtype)
+            twins.singles[index].grad = gradient
             placed = gradient.clone() if spec.mesh is None else place(gradient, spec)
-            twins.params[i].grad = placed
+            twins.params[index].grad = placed
         twins.single.step()
         twins.optimizer.step()
+
+    def test_mesh_of_a_checkpoint(self):
+        """Unpickled momentum has an equal mesh, which is another object. Each step took it for another placement."""
+        twins = Twins([Spec((8, 6), mesh_of(4), (S0,))])
+        twins.step()
+        state = twins.optimizer.state[twins.params[0]]
+        momentum = state["momentum_buffer"]
+        spec = copy.copy(momentum._spec)
+        spec.mesh = copy.copy(spec.mesh)
+        other = DTensor(momentum._local_tensor, spec, requires_grad=False)
+        with self.everywhere():
+            self.assertIsNot(other.device_mesh, momentum.device_mesh)
+            self.assertEqual(other.device_mesh, momentum.device_mesh)
+        state["momentum_buffer"] = other
+        with mock.patch.object(ParamInputs, "_take_others", side_effect=AssertionError):
+            self.assertTrainsAlike(twins, 2)
 
     def test_gradients_of_another_dtype(self):
         """Momentum has the dtype of the gradients, on one process and on several."""
@@ -45,30 +63,36 @@ class TestMuonMomentum(common_muon.OnCPU):
             (torch.float32, torch.bfloat16),
             (torch.float32, torch.float64),
         ):
-            for may_have_any in (False, True):
-                placed = specs(
-                    mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (7, 5)], dtype
-                )
-                twins = Twins([*placed, Spec((6, 4), None, None, dtype)])
-                for param in (*twins.params, *twins.singles):
-                    param.grad_dtype = None if may_have_any else gradient_dtype
-                for _ in range(3):
-                    self.step_with_gradients_of(twins, gradient_dtype)
-                with self.everywhere(f"{dtype} {gradient_dtype} {may_have_any}"):
-                    for i, param in enumerate(twins.params):
-                        single = twins.singles[i]
-                        mine = twins.optimizer.state[param]["momentum_buffer"]
-                        its = twins.single.state[single]["momentum_buffer"]
-                        self.assertEqual(mine.dtype, gradient_dtype)
-                        expected = common_muon.piece_of(its, twins.specs[i])
-                        self.assertTrue(torch.equal(local(mine), expected))
-                        expected = common_muon.piece_of(single, twins.specs[i]).detach()
-                        # A bfloat16 parameter may differ by the rounding of its last addition.
-                        most = 0 if dtype == torch.float32 else 2.0**-7
-                        found = local(param.detach())
-                        torch.testing.assert_close(
-                            found, expected, rtol=most, atol=most
+            with self.subTest(dtype=dtype, gradient_dtype=gradient_dtype):
+                for may_have_any in (False, True):
+                    with self.subTest(may_have_any=may_have_any):
+                        placed = specs(
+                            mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (7, 5)], dtype
                         )
+                        twins = Twins([*placed, Spec((6, 4), None, None, dtype)])
+                        for param in (*twins.params, *twins.singles):
+                            param.grad_dtype = None if may_have_any else gradient_dtype
+                        for _ in range(3):
+                            self.step_with_gradients_of(twins, gradient_dtype)
+                        with self.everywhere(
+                            f"{dtype} {gradient_dtype} {may_have_any}"
+                        ):
+                            for index, param in enumerate(twins.params):
+                                single = twins.singles[index]
+                                mine = twins.optimizer.state[param]["momentum_buffer"]
+                                its = twins.single.state[single]["momentum_buffer"]
+                                self.assertEqual(mine.dtype, gradient_dtype)
+                                expected = common_muon.piece_of(its, twins.specs[index])
+                                self.assertTrue(torch.equal(local(mine), expected))
+                                expected = common_muon.piece_of(
+                                    single, twins.specs[index]
+                                ).detach()
+                                # A bfloat16 parameter may differ by the rounding of its last addition.
+                                most = 0 if dtype == torch.float32 else 2.0**-7
+                                found = local(param.detach())
+                                torch.testing.assert_close(
+                                    found, expected, rtol=most, atol=most
+                                )
 
     def test_partial_parameter_with_wider_gradients(self):
         """Contributions travel in the dtype of the momentum, so the owner adds them in it."""
@@ -93,12 +117,13 @@ class TestMuonMomentum(common_muon.OnCPU):
     def test_buffer_of_another_dtype(self):
         """A framework wrote it into the state. It was a raw error of torch, after which Muon refused to go on."""
         for wide in (torch.float64, torch.bfloat16):
-            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
-            twins.step()
-            for optimizer in (twins.optimizer, twins.single):
-                for state in optimizer.state.values():
-                    state["momentum_buffer"] = state["momentum_buffer"].to(wide)
-            self.assertTrainsAlike(twins, 2, f"{wide}")
+            with self.subTest(wide=wide):
+                twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
+                twins.step()
+                for optimizer in (twins.optimizer, twins.single):
+                    for state in optimizer.state.values():
+                        state["momentum_buffer"] = state["momentum_buffer"].to(wide)
+                self.assertTrainsAlike(twins, 2, f"{wide}")
 
     def test_buffers_that_cannot_be_used(self):
         """On one rank only, the other ranks waited for it until the timeout."""
@@ -107,30 +132,36 @@ class TestMuonMomentum(common_muon.OnCPU):
             (torch.zeros(8, 8, device="meta"), "momentum buffer has no data.*meta"),
             (torch.zeros(7, 8), r"momentum buffer has shape \(7, 8\)"),
         ):
-            for ranks in (range(4), (1,)):
-                twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
-                twins.step()
-                state = twins.optimizer.state[twins.params[1]]
-                before = state["momentum_buffer"]
-                if self.rank in ranks:
-                    state["momentum_buffer"] = buffer
-                starts = [local(param.detach()).clone() for param in twins.params]
-                twins.set_gradients()
-                found = common_muon.everyone(self.outcome(twins.optimizer.step))
-                with self.everywhere(f"{pattern} {found}"):
-                    for rank, (kind, text) in enumerate(found):
-                        self.assertEqual(kind, "RuntimeError")
-                        told = f"parameter 1 .*{pattern}"
-                        if rank not in ranks:
-                            told = "cannot use.*parameter 1 "
-                        self.assertRegex(text, told)
-                    for param, start in zip(twins.params, starts, strict=True):
-                        self.assertTrue(torch.equal(local(param.detach()), start))
-                # Nothing has moved, so the same step works afterwards.
-                state["momentum_buffer"] = before
-                twins.single.step()
-                twins.optimizer.step()
-                self.assertParity(twins)
+            with self.subTest(pattern):
+                for ranks in (range(4), (1,)):
+                    with self.subTest(ranks=ranks):
+                        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
+                        twins.step()
+                        state = twins.optimizer.state[twins.params[1]]
+                        before = state["momentum_buffer"]
+                        if self.rank in ranks:
+                            state["momentum_buffer"] = buffer
+                        starts = [
+                            local(param.detach()).clone() for param in twins.params
+                        ]
+                        twins.set_gradients()
+                        found = common_muon.everyone(self.outcome(twins.optimizer.step))
+                        with self.everywhere(f"{pattern} {found}"):
+                            for rank, (kind, text) in enumerate(found):
+                                self.assertEqual(kind, "RuntimeError")
+                                told = f"parameter 1 .*{pattern}"
+                                if rank not in ranks:
+                                    told = "cannot use.*parameter 1 "
+                                self.assertRegex(text, told)
+                            for param, start in zip(twins.params, starts, strict=True):
+                                self.assertTrue(
+                                    torch.equal(local(param.detach()), start)
+                                )
+                        # Nothing has moved, so the same step works afterwards.
+                        state["momentum_buffer"] = before
+                        twins.single.step()
+                        twins.optimizer.step()
+                        self.assertParity(twins)
 
     def test_loaded_momentum_keeps_the_dtype_of_gradients(self):
         """Optimizer casts it to the parameter's dtype, which rounded it in every resume."""
@@ -139,15 +170,16 @@ class TestMuonMomentum(common_muon.OnCPU):
             param.grad_dtype = torch.float32
         self.step_with_gradients_of(twins, torch.float32)
         for optimizer in (twins.optimizer, twins.single):
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer.load_state_dict(saved)
-            loaded = optimizer.state_dict()["state"]
-            with self.everywhere():
-                for key, kept in saved["state"].items():
-                    momentum = loaded[key]["momentum_buffer"]
-                    self.assertEqual(momentum.dtype, torch.float32)
-                    expected = local(kept["momentum_buffer"])
-                    self.assertTrue(torch.equal(local(momentum), expected))
+            with self.subTest(is_distributed=optimizer is twins.optimizer):
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer.load_state_dict(saved)
+                loaded = optimizer.state_dict()["state"]
+                with self.everywhere():
+                    for key, kept in saved["state"].items():
+                        momentum = loaded[key]["momentum_buffer"]
+                        self.assertEqual(momentum.dtype, torch.float32)
+                        expected = local(kept["momentum_buffer"])
+                        self.assertTrue(torch.equal(local(momentum), expected))
 
     def test_hooks_after_a_load_have_the_last_word(self):
         twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)])
@@ -175,14 +207,15 @@ class TestMuonMomentum(common_muon.OnCPU):
             param.grad_dtype = None
         twins.optimizer.step()
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            self.step_with_gradients_of(twins, dtype)
-            for param, single in zip(twins.params, twins.singles, strict=True):
-                mine = twins.optimizer.state[param]["momentum_buffer"]
-                its = twins.single.state[single]["momentum_buffer"]
-                with self.everywhere(f"{dtype}"):
-                    self.assertEqual(mine.dtype, dtype)
-                    expected = common_muon.piece_of(its, twins.specs[0])
-                    self.assertTrue(torch.equal(local(mine), expected))
+            with self.subTest(dtype=dtype):
+                self.step_with_gradients_of(twins, dtype)
+                for param, single in zip(twins.params, twins.singles, strict=True):
+                    mine = twins.optimizer.state[param]["momentum_buffer"]
+                    its = twins.single.state[single]["momentum_buffer"]
+                    with self.everywhere(f"{dtype}"):
+                        self.assertEqual(mine.dtype, dtype)
+                        expected = common_muon.piece_of(its, twins.specs[0])
+                        self.assertTrue(torch.equal(local(mine), expected))
 
     def test_replaced_twice_with_a_checkpoint_between(self):
         """The second replacement was compared with the first parameter, whose momentum the load had dropped."""
@@ -220,29 +253,30 @@ class TestMuonMomentum(common_muon.OnCPU):
         """The checkpoint of a step that came before the next one lacked its momentum."""
         spec = Spec((8, 8), mesh_of(4), (S0,))
         for named, is_lost in ((True, False), (False, True)):
-            twins = Twins([spec, spec])
-            if named:
-                twins.optimizer = Muon(
-                    [("a", twins.params[0]), ("b", twins.params[1])],
-                    distributed_config="auto",
-                )
-            twins.step()
-            old = twins.params[1]
-            twins.params[1] = nn.Parameter(old.detach().clone())
-            twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
-            with self.assertWarnsOnce("starts at zero" if is_lost else None):
-                saved = copy.deepcopy(twins.optimizer.state_dict())
-            kept = twins.optimizer.state[old]["momentum_buffer"]
-            with self.everywhere(f"named: {named}"):
-                if is_lost:
-                    # Another layer of equal shape, for all that is known.
-                    self.assertNotIn(1, saved["state"])
-                else:
-                    mine = saved["state"][1]["momentum_buffer"]
-                    self.assertTrue(torch.equal(local(mine), local(kept)))
-            if not is_lost:
-                twins.optimizer.load_state_dict(saved)
-                self.assertTrainsAlike(twins, 2)
+            with self.subTest(named=named, is_lost=is_lost):
+                twins = Twins([spec, spec])
+                if named:
+                    twins.optimizer = Muon(
+                        [("a", twins.params[0]), ("b", twins.params[1])],
+                        distributed_config="auto",
+                    )
+                twins.step()
+                old = twins.params[1]
+                twins.params[1] = nn.Parameter(old.detach().clone())
+                twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+                with self.assertWarnsOnce("starts at zero" if is_lost else None):
+                    saved = copy.deepcopy(twins.optimizer.state_dict())
+                kept = twins.optimizer.state[old]["momentum_buffer"]
+                with self.everywhere(f"named: {named}"):
+                    if is_lost:
+                        # Another layer of equal shape, for all that is known.
+                        self.assertNotIn(1, saved["state"])
+                    else:
+                        mine = saved["state"][1]["momentum_buffer"]
+                        self.assertTrue(torch.equal(local(mine), local(kept)))
+                if not is_lost:
+                    twins.optimizer.load_state_dict(saved)
+                    self.assertTrainsAlike(twins, 2)
 
     def test_momentum_that_changed_its_placement_can_be_saved(self):
         """It was a view of the whole gathered matrix, which every rank kept. Saving it failed on ranks from 1 on."""
@@ -250,16 +284,17 @@ class TestMuonMomentum(common_muon.OnCPU):
         twins.step()
         state = twins.optimizer.state[twins.params[0]]
         for placement in (S1, R):
-            moved = state["momentum_buffer"].redistribute(mesh_of(4), [placement])
-            state["momentum_buffer"] = moved
-            twins.step()
-            self.assertParity(twins)
-            momentum = state["momentum_buffer"]
-            with self.everywhere(f"{placement}"):
-                stored = momentum.to_local().untyped_storage().nbytes()
-                self.assertEqual(stored, momentum.to_local().nbytes)
-                torch.save(twins.optimizer.state_dict(), io.BytesIO())
-                copy.deepcopy(twins.optimizer.state_dict())
+            with self.subTest(placement=placement):
+                moved = state["momentum_buffer"].redistribute(mesh_of(4), [placement])
+                state["momentum_buffer"] = moved
+                twins.step()
+                self.assertParity(twins)
+                momentum = state["momentum_buffer"]
+                with self.everywhere(f"{placement}"):
+                    stored = momentum.to_local().untyped_storage().nbytes()
+                    self.assertEqual(stored, momentum.to_local().nbytes)
+                    torch.save(twins.optimizer.state_dict(), io.BytesIO())
+                    copy.deepcopy(twins.optimizer.state_dict())
 
 
 if __name__ == "__main__":

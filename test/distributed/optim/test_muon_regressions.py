@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Muon
 from torch.optim._muon_engine.process_groups import counters_of
-from torch.optim._muon_engine.schedule import owners
+from torch.optim._muon_engine.schedule import division
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
@@ -53,7 +53,7 @@ WARM = 10
 def divided_twins():
     """Twins of one matrix that four ranks orthogonalize together."""
     config = create_dtensor_config(owners_per_matrix=4)
-    with mock.patch.object(owners, "MIN_DIVIDED", 16):
+    with mock.patch.object(division, "MIN_DIVIDED", 16):
         return Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
 
 
@@ -90,42 +90,52 @@ class TestMuonRegressions(common_muon.OnCPU):
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
         for missing in ((), (0,), (0, 1)):
-            placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((9, 6), mesh_of(2), (S0,))]
-            # Only ranks 2 and 3 hold the expert.
-            twins = Twins(placed if self.rank >= 2 else placed[:1])
-            twins.step(missing)
-            for param in twins.params:
-                param.grad = None
-            module = torch.nn.ParameterList(twins.params)
-            state = get_optimizer_state_dict(module, twins.optimizer)["state"]
-            with self.everywhere():
-                self.assertEqual(sorted(state), sorted(dict(module.named_parameters())))
-                for kept in state.values():
-                    self.assertIn("momentum_buffer", kept)
-            twins.step()
-            self.assertParity(twins, f"missing at first: {missing}")
+            with self.subTest(missing=missing):
+                placed = [
+                    Spec((8, 8), mesh_of(4), (S0,)),
+                    Spec((9, 6), mesh_of(2), (S0,)),
+                ]
+                # Only ranks 2 and 3 hold the expert.
+                twins = Twins(placed if self.rank >= 2 else placed[:1])
+                twins.step(missing)
+                for param in twins.params:
+                    param.grad = None
+                module = torch.nn.ParameterList(twins.params)
+                state = get_optimizer_state_dict(module, twins.optimizer)["state"]
+                with self.everywhere():
+                    self.assertEqual(
+                        sorted(state), sorted(dict(module.named_parameters()))
+                    )
+                    for kept in state.values():
+                        self.assertIn("momentum_buffer", kept)
+                twins.step()
+                self.assertParity(twins, f"missing at first: {missing}")
 
     def test_gradients_that_are_wider_than_their_parameters(self):
         """The sum of float32 gradients of a bfloat16 parameter was made in bfloat16 on one rank."""
         placed = specs(mesh_of(4), [(S0,)], [(64, 64)], torch.bfloat16)
         for dtype in (torch.bfloat16, torch.float32):
-            twins = Twins(placed)
-            (param,), (single,) = twins.params, twins.singles
-            for _ in range(2):
-                for each in (param, single):
-                    each.grad, each.grad_dtype = None, each.dtype
-                twins.set_gradients()
-                term = single.grad * (self.rank == 3)
-                param.grad, param.grad_dtype = None, dtype
-                param.grad = DTensor.from_local(
-                    term.to(dtype), param.device_mesh, [Partial()], run_check=False
-                )
-                gradient, single.grad = single.grad, None
-                single.grad_dtype = dtype
-                single.grad = gradient.to(dtype)
-                twins.single.step()
-                twins.optimizer.step()
-                self.assertParity(twins)
+            with self.subTest(dtype=dtype):
+                twins = Twins(placed)
+                (param,), (single,) = twins.params, twins.singles
+                for _ in range(2):
+                    for each in (param, single):
+                        each.grad, each.grad_dtype = None, each.dtype
+                    twins.set_gradients()
+                    # All of it on one rank.
+                    term = torch.zeros_like(single.grad)
+                    if self.rank == 3:
+                        term = single.grad
+                    param.grad, param.grad_dtype = None, dtype
+                    param.grad = DTensor.from_local(
+                        term.to(dtype), param.device_mesh, [Partial()], run_check=False
+                    )
+                    gradient, single.grad = single.grad, None
+                    single.grad_dtype = dtype
+                    single.grad = gradient.to(dtype)
+                    twins.single.step()
+                    twins.optimizer.step()
+                    self.assertParity(twins)
 
     def test_flattened_momentum_of_another_placement(self):
         """A collective left momentum with strides that a flattened parameter cannot have."""
@@ -156,34 +166,42 @@ class TestMuonRegressions(common_muon.OnCPU):
         swapped, usual = DeviceMesh("cpu", [1, 0, 2, 3]), mesh_of(4)
         mine = swapped if self.rank % 2 else usual
         for placement in (S0, S1):
-            self.assertRaisesEverywhere(
-                lambda: Twins(specs(mine, [(placement,)])),
-                ValueError,
-                "ranks disagree about parameter 0.*on rank 0 and .* on rank 1",
-            )
-            for mesh in (swapped, usual):
-                self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])), 1)
+            with self.subTest(placement=placement):
+                self.assertRaisesEverywhere(
+                    lambda: Twins(specs(mine, [(placement,)])),
+                    ValueError,
+                    "ranks disagree about parameter 0.*on rank 0 and .* on rank 1",
+                )
+                for mesh in (swapped, usual):
+                    with self.subTest(mesh=mesh):
+                        self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])), 1)
 
     def test_experts_in_another_order(self):
         """DTensor's collectives for one expert's gradient and momentum met those for another expert."""
         mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)
         for names in ((), ("gather_fn",)):
-            config = create_auto_config(expert_assignments=dict(enumerate(order)))
-            common_muon.wrap_functions(config, *names)
-            twins = Twins([Spec((6, 4), mesh, (R,))] * 2, config, seeds=order)
-            # Ranks may name an expert differently.
-            named = [(f"{self.rank}.{i}", p) for i, p in enumerate(twins.params)]
-            twins.optimizer = Muon(named, distributed_config=config)
-            twins.set_gradients()
-            for param, single, e in zip(twins.params, twins.singles, order):
-                term, momentum = single.grad * (self.rank == 0), full(4 + e, (6, 4))
-                param.grad = DTensor.from_local(term, mesh, [Partial()])
-                sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
-                twins.optimizer.state[param]["momentum_buffer"] = sharded
-                twins.single.state[single]["momentum_buffer"] = momentum
-            twins.single.step()
-            twins.optimizer.step()
-            self.assertParity(twins, f"wrapped: {names}")
+            with self.subTest(names=names):
+                config = create_auto_config(expert_assignments=dict(enumerate(order)))
+                common_muon.wrap_functions(config, *names)
+                twins = Twins([Spec((6, 4), mesh, (R,))] * 2, config, seeds=order)
+                # Ranks may name an expert differently.
+                named = [(f"{self.rank}.{i}", p) for i, p in enumerate(twins.params)]
+                twins.optimizer = Muon(named, distributed_config=config)
+                twins.set_gradients()
+                for index, expert in enumerate(order):
+                    param, single = twins.params[index], twins.singles[index]
+                    # All of the gradient on one rank.
+                    term = torch.zeros_like(single.grad)
+                    if self.rank == 0:
+                        term = single.grad
+                    param.grad = DTensor.from_local(term, mesh, [Partial()])
+                    momentum = full(4 + expert, (6, 4))
+                    sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
+                    twins.optimizer.state[param]["momentum_buffer"] = sharded
+                    twins.single.state[single]["momentum_buffer"] = momentum
+                twins.single.step()
+                twins.optimizer.step()
+                self.assertParity(twins, f"wrapped: {names}")
 
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
@@ -197,31 +215,45 @@ class TestMuonRegressions(common_muon.OnCPU):
             (line, (S0,), (R,)),
             (grid, (R, S0), (R, S1)),
         ):
-            spec, moved = (Spec((8, 8), mesh, p) for p in (placement, of_grad))
-            twins = Twins([spec])
-            twins.set_gradients()
-            (param,), grad, muon = twins.params, twins.singles[0].grad, twins.optimizer
-            param.grad = place(grad, moved)
-            if of_grad == (R,):
-                twins.single.step()
-                muon.step()
-                self.assertParity(twins)
-                continue
-            self.assertRaisesEverywhere(muon.step, RuntimeError, "gradient's .*ascend")
-            param.grad = place(grad, spec)
-            muon.state[param]["momentum_buffer"] = place(grad, moved)
-            pattern = "momentum buffer.*ascend"
-            self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
+            with self.subTest(mesh=mesh, placement=placement, of_grad=of_grad):
+                spec, moved = (Spec((8, 8), mesh, p) for p in (placement, of_grad))
+                twins = Twins([spec])
+                twins.set_gradients()
+                (param,), grad, muon = (
+                    twins.params,
+                    twins.singles[0].grad,
+                    twins.optimizer,
+                )
+                param.grad = place(grad, moved)
+                if of_grad == (R,):
+                    twins.single.step()
+                    muon.step()
+                    self.assertParity(twins)
+                    continue
+                self.assertRaisesEverywhere(
+                    muon.step, RuntimeError, "gradient's .*ascend"
+                )
+                param.grad = place(grad, spec)
+                muon.state[param]["momentum_buffer"] = place(grad, moved)
+                pattern = "momentum buffer.*ascend"
+                self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure, so this rank left no note for those that wait."""
         placed = specs(mesh_of(4), [(S0,)])
         for kind in (torch.OutOfMemoryError, torch.AcceleratorError):
-            twins, error = Twins(placed), kind("of a device")
-            with mock.patch("torch.distributed.all_to_all_single", side_effect=error):
-                self.assertRaisesEverywhere(twins.optimizer.step, kind, "of a device")
-            with mock.patch("torch.distributed.all_gather", side_effect=error):
-                self.assertRaisesEverywhere(lambda: Twins(placed), kind, "of a device")
+            with self.subTest(kind=kind):
+                twins, error = Twins(placed), kind("of a device")
+                with mock.patch(
+                    "torch.distributed.all_to_all_single", side_effect=error
+                ):
+                    self.assertRaisesEverywhere(
+                        twins.optimizer.step, kind, "of a device"
+                    )
+                with mock.patch("torch.distributed.all_gather", side_effect=error):
+                    self.assertRaisesEverywhere(
+                        lambda: Twins(placed), kind, "of a device"
+                    )
 
     def test_errors_where_an_exchange_starts_and_ends(self):
         """A backend's error names the bucket and its matrices; an own error remains as it is."""
@@ -229,9 +261,10 @@ class TestMuonRegressions(common_muon.OnCPU):
         for error, kind, pattern in failures(named):
             work = mock.Mock(**{"wait.side_effect": error})
             for failing in ({"side_effect": error}, {"return_value": work}):
-                step = Twins(specs(mesh_of(4), [(S0,)])).optimizer.step
-                with mock.patch("torch.distributed.all_to_all_single", **failing):
-                    self.assertRaisesEverywhere(step, kind, pattern)
+                with self.subTest(failing=failing):
+                    step = Twins(specs(mesh_of(4), [(S0,)])).optimizer.step
+                    with mock.patch("torch.distributed.all_to_all_single", **failing):
+                        self.assertRaisesEverywhere(step, kind, pattern)
 
     def test_own_error_in_a_divided_matrix(self):
         """It was told as another rank's, too."""
@@ -255,31 +288,40 @@ class TestMuonRegressions(common_muon.OnCPU):
         """All of them once chose the first rank."""
         ranks = tuple(range(4))
         for placement in (S0, R):
-            spec, owners = Spec((8, 8), mesh_of(4), (placement,)), Counter()
-            # A rank built optimizers that failed on it alone.
-            counters_of(ranks).optimizers += 3 * (self.rank == 2)
-            most = max(common_muon.everyone(counters_of(ranks).optimizers))
-            for i in range(20):
-                muon = Twins([spec], seed=i).optimizer
-                owners.update(muon.matrix_owners.values())
-            with self.everywhere():
-                self.assertEqual(owners, dict.fromkeys(ranks, 5))
-                self.assertEqual(muon._engine.serials, {ranks: most + 19})
+            with self.subTest(placement=placement):
+                spec, owners = Spec((8, 8), mesh_of(4), (placement,)), Counter()
+                # A rank built optimizers that failed on it alone.
+                if self.rank == 2:
+                    counters_of(ranks).optimizers += 3
+                most = max(common_muon.everyone(counters_of(ranks).optimizers))
+                for index in range(20):
+                    muon = Twins([spec], seed=index).optimizer
+                    owners.update(muon.matrix_owners.values())
+                with self.everywhere():
+                    self.assertEqual(owners, dict.fromkeys(ranks, 5))
+                    self.assertEqual(muon._engine.agreement.serials, {ranks: most + 19})
 
     def test_optimizers_of_one_config(self):
         """A config served one optimizer at a time."""
         config = create_dtensor_config()
         common_muon.wrap_functions(config, "assign_fn")
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8)])
-        first, second = (Twins(placed, config, seed=10 * i) for i in range(2))
-        for step in range(4):
-            for twins, frozen in ((first, 0), (second, 1))[:: 1 if step % 2 else -1]:
-                twins.step([frozen] if step > 1 else [])
-                self.assertParity(twins, f"step {step}")
-            if step == 1:
-                # Both build a new engine.
-                for twins, i in ((first, 0), (second, 1)):
-                    twins.params[i].requires_grad_(False)
+        first, second = Twins(placed, config), Twins(placed, config, seed=10)
+
+        def step(*order, missing=()):
+            for twins in order:
+                twins.step(missing)
+                self.assertParity(twins)
+
+        step(second, first)
+        step(first, second)
+        # Both build a new engine.
+        first.params[0].requires_grad_(False)
+        second.params[1].requires_grad_(False)
+        step(second, missing=[1])
+        step(first, missing=[0])
+        step(first, missing=[0])
+        step(second, missing=[1])
         with self.everywhere():
             # Another world may give this process another rank.
             self.assertNotIn("rank", config.state)
@@ -287,24 +329,29 @@ class TestMuonRegressions(common_muon.OnCPU):
     def test_gradients_are_freed(self):
         """After the step, zero_grad() and an offload of the state, nothing holds a gradient or momentum."""
         for names in ((), ("gather_fn",)):
-            config = create_dtensor_config()
-            common_muon.wrap_functions(config, *names)
-            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]), config)
-            for _ in range(2):
-                twins.step()
-            states = twins.optimizer.state
-            momenta = [states[p]["momentum_buffer"]._local_tensor for p in twins.params]
-            kept = [weakref.ref(param.grad) for param in twins.params]
-            kept += [weakref.ref(momentum.untyped_storage()) for momentum in momenta]
-            del momenta
-            twins.optimizer.zero_grad()
-            for param in twins.params:
-                states[param]["momentum_buffer"] = None
-            known = twins.optimizer._engine.reader.by_param.values()
-            with self.everywhere():
-                self.assertEqual([ref() for ref in kept], [None] * 4)
-                for (_, tensor), param in zip(known, twins.params, strict=True):
-                    self.assertIs(tensor, param)
+            with self.subTest(names=names):
+                config = create_dtensor_config()
+                common_muon.wrap_functions(config, *names)
+                twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]), config)
+                for _ in range(2):
+                    twins.step()
+                states = twins.optimizer.state
+                momenta = [
+                    states[p]["momentum_buffer"]._local_tensor for p in twins.params
+                ]
+                kept = [weakref.ref(param.grad) for param in twins.params]
+                kept += [
+                    weakref.ref(momentum.untyped_storage()) for momentum in momenta
+                ]
+                del momenta
+                twins.optimizer.zero_grad()
+                for param in twins.params:
+                    states[param]["momentum_buffer"] = None
+                known = twins.optimizer._engine.reader.by_param.values()
+                with self.everywhere():
+                    self.assertEqual([ref() for ref in kept], [None] * 4)
+                    for (_, tensor), param in zip(known, twins.params, strict=True):
+                        self.assertIs(tensor, param)
 
     def test_as_many_threads_as_the_single_process(self):
         """With several threads, bfloat16 updates and small matrices in batches were rounded differently."""
@@ -314,7 +361,8 @@ class TestMuonRegressions(common_muon.OnCPU):
         torch.set_num_threads(2)
         try:
             for placed, ns_steps in ((rounded, 5), (batched, 1)):
-                self.assertTrainsAlike(Twins(placed, lr=0.05, ns_steps=ns_steps), 1)
+                with self.subTest(placed=placed, ns_steps=ns_steps):
+                    self.assertTrainsAlike(Twins(placed, lr=0.05, ns_steps=ns_steps), 1)
         finally:
             torch.set_num_threads(1)
 
@@ -344,9 +392,16 @@ class LongRuns(common_muon.ParityAssertions):
         model = common_modules.make_model(width=9, bias=False)
         common_modules.tensor_parallel(model, mesh["b"])
         params = fully_shard(model, mesh=mesh["a"]).parameters()
-        twins = Twins([Spec(p.shape, p.device_mesh, p.placements) for p in params])
-        # Some lack a gradient now and then, as unused experts do.
-        self.run_flat(lambda step: twins.step([step % 3] if step % 7 else ()), STEPS)
+        twins = Twins(
+            [Spec(param.shape, param.device_mesh, param.placements) for param in params]
+        )
+
+        def step(number):
+            # Some lack a gradient now and then, as unused experts do.
+            missing = () if number % 7 == 0 else [number % 3]
+            twins.step(missing)
+
+        self.run_flat(step, STEPS)
         self.assertParity(twins)
 
 
@@ -417,10 +472,11 @@ class TestMuonReplaced(common_muon.OnCPU):
             (self.placed(), None),
             ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
         ]:
-            twins = self.trained(placed, config)
-            for i, param in enumerate(twins.params):
-                param.data = self.replacement(twins, i, placed[i])
-            self.assertTrainsAlike(twins, 2)
+            with self.subTest(placed=placed):
+                twins = self.trained(placed, config)
+                for index, param in enumerate(twins.params):
+                    param.data = self.replacement(twins, index, placed[index])
+                self.assertTrainsAlike(twins, 2)
 
     def test_placements(self):
         """Local shapes stay the same."""
@@ -433,7 +489,10 @@ class TestMuonReplaced(common_muon.OnCPU):
 
     def test_dtypes(self):
         dtype = torch.bfloat16
-        twins = self.trained(self.placed(S0) + self.placed(R) + self.placed())
+        placed = self.placed(S0)
+        placed += self.placed(R)
+        placed += self.placed()
+        twins = self.trained(placed)
         model = nn.ParameterList(twins.params)
         model.zero_grad()
         model.to(dtype)
@@ -486,14 +545,15 @@ class TestMuonReplaced(common_muon.OnCPU):
         """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
         requests = []
         for count in (2, 4):
-            twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
-            self.replace(twins, 0, Spec((8, 8), mesh_of(count), (S1,)))
-            store = mock.Mock(wraps=distributed_c10d._get_default_store())
-            with mock.patch.object(
-                distributed_c10d, "_get_default_store", lambda store=store: store
-            ):
-                self.assertTrainsAlike(twins, 1, f"{count} ranks")
-            requests.append(max(common_muon.everyone(len(store.method_calls))))
+            with self.subTest(count=count):
+                twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
+                self.replace(twins, 0, Spec((8, 8), mesh_of(count), (S1,)))
+                store = mock.Mock(wraps=distributed_c10d._get_default_store())
+                with mock.patch.object(
+                    distributed_c10d, "_get_default_store", lambda store=store: store
+                ):
+                    self.assertTrainsAlike(twins, 1, f"{count} ranks")
+                requests.append(max(common_muon.everyone(len(store.method_calls))))
         self.assertGreater(requests[0], 0)
         self.assertEqual(*requests)
 

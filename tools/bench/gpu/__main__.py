@@ -24,7 +24,8 @@ class Page:
     """The findings of all stages so far, in two files."""
 
     def __init__(self, folder: Path, about: str) -> None:
-        self.folder, self.about = folder, about
+        self.folder = folder
+        self.about = about
         self.stages: dict[str, dict[str, Any]] = {}
         self.hardware: dict[str, float] = {}
         self.began = 0.0
@@ -42,15 +43,17 @@ class Page:
         self.write(name)
 
     def end(self, name: str, state: str, *texts: str) -> None:
-        self.stages[name]["state"] = state
-        self.stages[name]["texts"] += texts
+        stage = self.stages[name]
+        stage["state"] = state
+        stage["texts"] += texts
         self.write(name)
-        print(f"{name}: {state}, {self.stages[name]['seconds']:.0f} s", flush=True)
+        print(f"{name}: {state}, {stage['seconds']:.0f} s", flush=True)
 
     def write(self, name: str) -> None:
         self.stages[name]["seconds"] = time.monotonic() - self.began
         values = {"about": self.about, "stages": self.stages, "hardware": self.hardware}
-        self.replace("gpu.json", json.dumps(values, indent=1) + "\n")
+        content = json.dumps(values, indent=1)
+        self.replace("gpu.json", f"{content}\n")
         self.replace("gpu.md", self.markdown())
 
     def replace(self, name: str, text: str) -> None:
@@ -63,8 +66,10 @@ class Page:
         parts = ["# Muon on this machine", self.about]
         for name, stage in self.stages.items():
             parts.append(f"## {name}: {stage['state']}, {stage['seconds']:.0f} s")
-            parts += [f"```\n{text.rstrip()}\n```" for text in stage["texts"]]
-        return "\n\n".join(parts) + "\n"
+            for text in stage["texts"]:
+                parts.append(f"```\n{text.rstrip()}\n```")
+        content = "\n\n".join(parts)
+        return f"{content}\n"
 
 
 def play(stage: Callable[[Machine], Found], machine: Machine, page: Page) -> None:
@@ -87,21 +92,27 @@ def play(stage: Callable[[Machine], Found], machine: Machine, page: Page) -> Non
         page.end(name, "done")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m tools.bench.gpu", description=__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser("python -m tools.bench.gpu", description=__doc__)
+    add = result.add_argument
     add("folder", type=Path, help="for gpu.md, gpu.json and trace.json.gz")
     names = [stage.__name__ for stage in STAGES]
     add("--only", nargs="+", choices=names, default=names, metavar="STAGE")
     add("--overlay", default="", help="its name, for the page")
-    args = parser.parse_args(arguments)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    device = "cpu" if found is None else found.type
-    gpus = torch.accelerator.device_count() if found else 0
-    where = (
-        f"on {gpus} x {device}" if gpus else "without a GPU, at small sizes on a CPU"
-    )
-    about = f"{where}, torch {torch.__version__}, overlay {args.overlay or 'unknown'}"
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    args = parser().parse_args(arguments)
+    device, gpus = "cpu", 0
+    where = "without a GPU, at small sizes on a CPU"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        device = accelerator.type
+        gpus = torch.accelerator.device_count()
+        where = f"on {gpus} x {device}"
+    overlay = args.overlay or "unknown"
+    about = f"{where}, torch {torch.__version__}, overlay {overlay}"
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     page = Page(folder, about)
@@ -112,7 +123,7 @@ def main(arguments: list[str]) -> int:
             play(stage, Machine(device, gpus, folder, ends), page)
     print(args.folder / "gpu.md")
     states = {stage["state"] for stage in page.stages.values()}
-    return int(not states <= {"done", "not run"})
+    return 0 if states <= {"done", "not run"} else 1
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ import pytest
 
 def _write(test: str, outcome: str, seconds: float = 0.0, text: str = "") -> None:
     line = {"test": test, "outcome": outcome, "seconds": seconds, "text": text}
-    with Path(os.environ["MUON_TEST_OUTCOMES"]).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    content = json.dumps(line)
+    path = Path(os.environ["MUON_TEST_OUTCOMES"])
+    with path.open("a") as file:
+        file.write(f"{content}\n")
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -46,8 +48,10 @@ def pytest_runtest_logreport(report: Any) -> None:
         return
     text = ""
     if report.failed:
-        captured = [f"--- {title} ---\n{words}" for title, words in report.sections]
-        text = "\n".join([report.longreprtext, *captured])
+        parts = [report.longreprtext]
+        for title, captured in report.sections:
+            parts.append(f"--- {title} ---\n{captured}")
+        text = "\n".join(parts)
     elif report.skipped and isinstance(report.longrepr, tuple):
         _, _, text = report.longrepr
     _write(report.nodeid, report.outcome, report.duration, text)

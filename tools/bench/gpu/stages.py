@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +35,7 @@ from tools.bench.models import MODELS
 
 from .. import contestants, engine_view, fleet, step, table, traffic
 from ..contestants import LR, MOMENTUM, WEIGHT_DECAY
-from ..layouts import lay, lay_plain, local_of
+from ..layouts import Laid, lay, lay_plain, local_of
 
 
 ROOT = Path(__file__).parents[3]
@@ -75,8 +75,9 @@ class Machine(NamedTuple):
         return self.ends - time.monotonic()
 
     def job(self, *names: str, layout: str = "shard") -> step.Job:
-        workload, reps = ("llama1b", 11) if self.gpus else ("tiny", 3)
-        return step.Job(layout, workload, names, reps, self.device)
+        if self.gpus:
+            return step.Job(layout, "llama1b", names, 11, self.device)
+        return step.Job(layout, "tiny", names, 3, self.device)
 
     @property
     def workloads(self) -> tuple[str, ...]:
@@ -91,8 +92,14 @@ class Machine(NamedTuple):
 @contextlib.contextmanager
 def started(command: list[str], file: Any, **variables: str) -> Iterator[Any]:
     """A process that writes into ``file``. In the end, it and those that it started are killed."""
-    how = {"stdout": file, "stderr": file, "start_new_session": True, "cwd": ROOT}
-    process = subprocess.Popen(command, env=os.environ | variables, **how)
+    process = subprocess.Popen(
+        command,
+        env=os.environ | variables,
+        stdout=file,
+        stderr=file,
+        start_new_session=True,
+        cwd=ROOT,
+    )
     try:
         yield process
     finally:
@@ -120,25 +127,28 @@ def output(command: list[str], seconds: float) -> str:
     return text
 
 
-def middle(call: Callable[[], object], device: str, reps: int = 10) -> float:
+def middle(call: Callable[[], object], device: str, calls: int = 10) -> float:
     """The median seconds of a call in five rows of calls, equally many on all ranks."""
     call()
-    found = []
+    seconds = []
     for _ in range(5):
         dist.barrier()
         fleet.synchronize(device)
         began = time.perf_counter()
-        for _ in range(reps):
+        for _ in range(calls):
             call()
         fleet.synchronize(device)
-        found.append((time.perf_counter() - began) / reps)
-    return statistics.median(found)
+        ended = time.perf_counter()
+        seconds.append((ended - began) / calls)
+    return statistics.median(seconds)
 
 
 def environment(machine: Machine) -> Found:
     text = output([sys.executable, "-m", "torch.utils.collect_env"], machine.seconds)
     # Without warnings, and without the flags of the CPU.
-    texts = [text[text.index("PyTorch version") :].partition("\nCPU:\n")[0]]
+    begin = text.index("PyTorch version")
+    about, _, _ = text[begin:].partition("\nCPU:\n")
+    texts = [about]
     if machine.device == "cuda":
         texts.append(f"NCCL {torch.cuda.nccl.version()}")
         with contextlib.suppress(OSError, fleet.Failed):
@@ -150,48 +160,66 @@ def environment(machine: Machine) -> Found:
 
 def newton_schulz(machine: Machine) -> Found:
     """Orthogonalizes the matrices of two models, alone and in the batches of a step."""
-    shapes = MODELS["Llama 3.2 1B"].shapes + MODELS["Llama 3 8B"].shapes
-    count = Counter(shapes if machine.gpus else [(64, 64), (64, 96), (96, 64)] * 2)
-    job = machine.device, count, 8192 if machine.gpus else 256
+    shapes = [(64, 64), (64, 96), (96, 64)] * 2
+    side = 256
+    if machine.gpus:
+        shapes = MODELS["Llama 3.2 1B"].shapes + MODELS["Llama 3 8B"].shapes
+        side = 8192
+    counts = Counter(shapes)
+    job = machine.device, counts, side
     ((peak, rows),) = machine.run(_newton_schulz, job, 1)
     cells, seconds = [], {}
     for shape, batch, times in rows:
-        share = batch * newton_schulz_flops(shape) / times["quintic"] / peak
-        ms = [f"{1e3 * time:.3f}" for time in times.values()]
-        cells.append([f"{batch} x {shape[0]} x {shape[1]}", *ms, f"{share:.0%}"])
+        quintic = times["quintic"]
+        of_peak = batch * newton_schulz_flops(shape) / quintic / peak
+        height, width = shape
+        milliseconds = [f"{1e3 * time:.3f}" for time in times.values()]
+        title = f"{batch} x {height} x {width}"
+        cells.append([title, *milliseconds, f"{of_peak:.0%}"])
         # A step takes the largest batches, which come last.
-        seconds[shape] = count[shape] * times["quintic"] / batch
-    flops = sum(count[shape] * newton_schulz_flops(shape) for shape in seconds)
+        seconds[shape] = counts[shape] * quintic / batch
+    flops = sum(counts[shape] * newton_schulz_flops(shape) for shape in seconds)
     used = flops / sum(seconds.values()) / peak
     head = ["ms", "products alone", *ns.NS_ALGORITHMS, "quintic / peak"]
-    text = f"Plain bfloat16 products have {peak / 1e12:.1f} TFLOP/s, all these matrices {used:.0%} of it."
+    rate = f"{peak / 1e12:.1f} TFLOP/s"
+    text = f"Plain bfloat16 products have {rate}, all these matrices {used:.0%} of it."
     hardware = {"peak_flops": peak, "utilization": used}
     return Found([text, table.render(head, cells)], {"rows": rows}, hardware)
 
 
 def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
-    device, count, side = job
-    triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+    device, counts, side = job
+    coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
     square = torch.randn(side, side, device=device).bfloat16()
     peak = 2 * side**3 / middle(lambda: square @ square, device, 20)
     rows = []
-    for shape, number in count.items():
-        for batch in sorted({1, min(number, engine_view.batch_size(shape))}):
-            x = torch.randn(batch, *shape, device=device).bfloat16().squeeze(0)
-            calls: dict[str, Callable] = {"products": partial(_products, x)}
-            for name in ns.NS_ALGORITHMS:
-                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, name
-                calls[name] = partial(ns.newton_schulz, x, *how)
-            times = {name: middle(call, device) for name, call in calls.items()}
+    for shape, count in counts.items():
+        largest = min(count, engine_view.batch_size(shape))
+        for batch in sorted({1, largest}):
+            stack = torch.randn(batch, *shape, device=device)
+            matrices = stack.bfloat16().squeeze(0)
+            times = {"products": middle(partial(_products, matrices), device)}
+            for algorithm in ns.NS_ALGORITHMS:
+                call = partial(
+                    ns.newton_schulz,
+                    matrices,
+                    coefficients,
+                    ns.DEFAULT_NS_STEPS,
+                    ns.EPS,
+                    algorithm,
+                )
+                times[algorithm] = middle(call, device)
             rows.append((shape, batch, times))
     return peak, rows
 
 
-def _products(x: Tensor) -> None:
-    x = x.mT if x.size(-2) > x.size(-1) else x
+def _products(matrices: Tensor) -> None:
+    if matrices.size(-2) > matrices.size(-1):
+        matrices = matrices.mT
     for _ in range(ns.DEFAULT_NS_STEPS):
-        gram = x @ x.mT
-        (gram @ gram) @ x
+        gram = matrices @ matrices.mT
+        square = gram @ gram
+        square @ matrices
 
 
 def steps(machine: Machine) -> Found:
@@ -201,8 +229,22 @@ def steps(machine: Machine) -> Found:
         job = machine.job(*ours, *OTHERS, layout=layout)
         results = machine.run(step.work, job)
         texts.append(step.text(job, results))
-        values[layout] = {n: statistics.median(t) for n, t in results[0].items()}
+        medians = {}
+        for name, times in results[0].items():
+            medians[name] = statistics.median(times)
+        values[layout] = medians
     return Found(texts, values)
+
+
+class Cost(NamedTuple):
+    """Of one optimizer on one rank: median seconds until step() returns and until the device is done, and bytes."""
+
+    returns: float
+    is_done: float
+    matrices: int
+    state: int
+    retained: int
+    peak: int
 
 
 def costs(machine: Machine) -> Found:
@@ -210,29 +252,56 @@ def costs(machine: Machine) -> Found:
     job = machine.job(OURS, *OTHERS)
     found, described = machine.run(_costs, job)[0]
     rows = []
-    for name, (host, done, matrices, *sizes) in found.items():
-        times = f"{1e3 * host:.2f}", f"{1e3 * done:.2f}", f"{1e6 * host / matrices:.0f}"
-        rows.append([name, *times, *(f"{size / 2**20:.1f}" for size in sizes)])
-    head = ["rank 0", "step() returns, ms", "it is done, ms", "host per matrix, us"]
-    head += ["state, MiB", "retained, MiB", "peak, MiB"]
+    for name, cost in found.items():
+        per_matrix = cost.returns / cost.matrices
+        rows.append(
+            [
+                name,
+                f"{1e3 * cost.returns:.2f}",
+                f"{1e3 * cost.is_done:.2f}",
+                f"{1e6 * per_matrix:.0f}",
+                _mebibytes(cost.state),
+                _mebibytes(cost.retained),
+                _mebibytes(cost.peak),
+            ]
+        )
+    head = [
+        "rank 0",
+        "step() returns, ms",
+        "it is done, ms",
+        "host per matrix, us",
+        "state, MiB",
+        "retained, MiB",
+        "peak, MiB",
+    ]
     note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
     return Found([note, table.render(head, rows), described], found)
 
 
-def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, tuple], str]:
-    laid, found, described = lay(job.layout, job.workload, world, job.device), {}, ""
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, Cost], str]:
+    laid = lay(job.layout, job.workload, world, job.device)
     # The workspace of the library of products is not the optimizer's.
-    _products(torch.randn(64, 64, device=job.device).bfloat16())
+    square = torch.randn(64, 64, device=job.device)
+    _products(square.bfloat16())
+    found, described = {}, ""
     for name in job.names:
         gc.collect()
         before = _allocated(job.device)
         optimizer = contestants.make(name, laid)
-        host, done = _host_and_device(optimizer, job)
-        tensors = (t for of in optimizer.state.values() for t in of.values())
-        state = sum(local_of(t).nbytes for t in tensors)
+        returns, is_done = _host_and_device(optimizer, job)
+        state = 0
+        for of_param in optimizer.state.values():
+            for tensor in of_param.values():
+                state += local_of(tensor).nbytes
         kept = before + state if job.device != "cpu" else 0
-        extra = _allocated(job.device) - kept, _allocated(job.device, "peak") - kept
-        found[name] = (host, done, len(laid.params), state, *extra)
+        retained = _allocated(job.device) - kept
+        peak = _allocated(job.device, "peak") - kept
+        matrices = len(laid.params)
+        found[name] = Cost(returns, is_done, matrices, state, retained, peak)
         described = described or optimizer.describe()
         del optimizer
     return found, described
@@ -240,7 +309,7 @@ def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, tuple], str]
 
 def _host_and_device(optimizer: Any, job: step.Job) -> tuple[float, float]:
     """Median seconds until step() returns, and until the device is done. Memory counters begin with the last step."""
-    host, done = [], []
+    returns, is_done = [], []
     for _ in range(WARM + job.reps):
         if job.device != "cpu":
             torch.accelerator.reset_peak_memory_stats()
@@ -248,14 +317,18 @@ def _host_and_device(optimizer: Any, job: step.Job) -> tuple[float, float]:
         fleet.synchronize(job.device)
         began = time.perf_counter()
         optimizer.step()
-        host.append(time.perf_counter() - began)
+        returned = time.perf_counter()
         fleet.synchronize(job.device)
-        done.append(time.perf_counter() - began)
-    return statistics.median(host[WARM:]), statistics.median(done[WARM:])
+        ended = time.perf_counter()
+        returns.append(returned - began)
+        is_done.append(ended - began)
+    return statistics.median(returns[WARM:]), statistics.median(is_done[WARM:])
 
 
 def _allocated(device: str, when: str = "current") -> int:
-    stats = {} if device == "cpu" else torch.accelerator.memory_stats()
+    if device == "cpu":
+        return 0
+    stats = torch.accelerator.memory_stats()
     return stats.get(f"allocated_bytes.all.{when}", 0)
 
 
@@ -268,44 +341,48 @@ def host(machine: Machine) -> Found:
     for workload in machine.workloads:
         job = machine.job()._replace(workload=workload)
         found = machine.run(_host, job)[0]
-        count = found.pop("matrices")
-        rows = [
-            [f"{name}, {layout}", f"{1e3 * times[0]:.2f}", f"{1e3 * times[1]:.2f}", f"{1e6 * times[0] / count:.0f}"]
-            for layout, of_layout in found.items()
-            for name, times in of_layout.items()
-        ]  # fmt: skip
-        head = [f"{count} matrices, rank 0", "step() returns, ms", "it is done, ms"]
+        matrices = found.pop("matrices")
+        rows = []
+        for layout, of_layout in found.items():
+            for name, (returns, is_done) in of_layout.items():
+                times = f"{1e3 * returns:.2f}", f"{1e3 * is_done:.2f}"
+                per_matrix = f"{1e6 * returns / matrices:.0f}"
+                rows.append([f"{name}, {layout}", *times, per_matrix])
+        head = [f"{matrices} matrices, rank 0", "step() returns, ms", "it is done, ms"]
         texts.append(table.render([*head, "host per matrix, us"], rows))
-        values[workload] = {**found, "matrices": count}
+        values[workload] = {**found, "matrices": matrices}
         machine.tell(Found(texts, values))
     return Found(texts, values)
 
 
 def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for layout, names in (
-        ("FSDP2", (OURS, *OTHERS)),
-        ("plain tensors, no config", (OURS, f"{OURS}-foreach", *OTHERS)),
-    ):
-        if layout != "FSDP2":
-            laid = lay_plain(job.workload, job.device)
-        else:
-            laid = lay(job.layout, job.workload, world, job.device)
-        found["matrices"] = len(laid.params)
-        found[layout] = {}
-        for name in names:
-            optimizer = contestants.make(name, laid)
-            found[layout][name] = _host_and_device(optimizer, job)
+    fsdp2 = lay(job.layout, job.workload, world, job.device)
+    found: dict[str, Any] = {"matrices": len(fsdp2.params)}
+    found["FSDP2"] = _times_of((OURS, *OTHERS), fsdp2, job)
+    plain = lay_plain(job.workload, job.device)
+    names = OURS, f"{OURS}-foreach", *OTHERS
+    found["plain tensors, no config"] = _times_of(names, plain, job)
     return found
+
+
+def _times_of(
+    names: Iterable[str], laid: Laid, job: step.Job
+) -> dict[str, tuple[float, float]]:
+    """As :func:`_host_and_device`, by implementation."""
+    times = {}
+    for name in names:
+        optimizer = contestants.make(name, laid)
+        times[name] = _host_and_device(optimizer, job)
+    return times
 
 
 def waits(machine: Machine) -> Found:
     """Three steps in which the host must not wait for the device."""
     machine.run(_waits, machine.job(OURS))
     watched = machine.device == "cuda"
-    text = (
-        "No operation waited." if watched else "Only CUDA reports waits. The steps ran."
-    )
+    text = "Only CUDA reports waits. The steps ran."
+    if watched:
+        text = "No operation waited."
     return Found([text], {"watched": watched})
 
 
@@ -338,15 +415,19 @@ def trace(machine: Machine) -> Found:
     texts, values = [f"{path.name}: one step of rank 0"], {}
     # Launches, and the host's calls; on a CPU, the operations.
     for kind in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op"):
-        count, spent = Counter(), Counter()
-        for event in (event for event in events if event.get("cat") == kind):
-            count[event["name"]] += 1
-            spent[event["name"]] += event.get("dur", 0)
-        values[kind] = count.total()
-        longest = spent.most_common(10)
-        rows = [[n[:60], str(count[n]), f"{us / 1e3:.2f}"] for n, us in longest]
-        head = [f"{count.total()} x {kind}", "count", "ms"]
-        texts += [table.render(head, rows)] * bool(count)
+        counts, microseconds = Counter(), Counter()
+        for event in events:
+            if event.get("cat") == kind:
+                counts[event["name"]] += 1
+                microseconds[event["name"]] += event.get("dur", 0)
+        values[kind] = counts.total()
+        if not counts:
+            continue
+        rows = []
+        for name, duration in microseconds.most_common(10):
+            rows.append([name[:60], str(counts[name]), f"{duration / 1e3:.2f}"])
+        head = [f"{counts.total()} x {kind}", "count", "ms"]
+        texts.append(table.render(head, rows))
     return Found(texts, values)
 
 
@@ -372,18 +453,18 @@ def graph(machine: Machine) -> Found:
     for workload in dict.fromkeys([machine.workloads[0], machine.job().workload]):
         job = machine.job()._replace(workload=workload)
         (found,) = machine.run(_graph, job, 1)
-        head = [f"{workload}, {found['parameters']} matrices"]
-        head += ["step() returns, ms", "it is done, ms"]
+        title = f"{workload}, {found['parameters']} matrices"
+        head = [title, "step() returns, ms", "it is done, ms"]
         rows = []
         for how in ("step", "replay"):
-            rows.append([how, *(f"{1e3 * seconds:.2f}" for seconds in found[how])])
+            times = [f"{1e3 * seconds:.2f}" for seconds in found[how]]
+            rows.append([how, *times])
         texts.append(table.render(head, rows))
-        texts.append(
+        words = (
             "Of {parameters} parameters, {equal} have the bits of steps without a graph, {moved} have moved, and "
-            "{moved_without_lr} move in a replay with a learning rate of 0.".format(
-                **found
-            )
+            "{moved_without_lr} move in a replay with a learning rate of 0."
         )
+        texts.append(words.format(**found))
         values[workload] = found
         machine.tell(Found(texts, values))
     return Found(texts, values)
@@ -420,9 +501,13 @@ def _trained(job: step.Job, world: int, how: str) -> Trained:
 
     starts = values()
     lr = torch.tensor(LR, device=job.device)
-    config = create_dtensor_config(keep_buffers=True)
-    options = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
-    muon = Muon(laid.params, lr=lr, distributed_config=config, **options)
+    muon = Muon(
+        laid.params,
+        lr=lr,
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        distributed_config=create_dtensor_config(keep_buffers=True),
+    )
     with _side_stream(job.device):
         for _ in range(WARM):
             muon.step()
@@ -439,13 +524,16 @@ def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
     expected = _trained(job, world, "step")
     found = _trained(job, world, "replay")
     count = len(found.starts)
+    equal = _number_of_equal(expected.ends, found.ends)
+    unmoved = _number_of_equal(found.starts, found.ends)
+    unmoved_without_lr = _number_of_equal(found.ends, found.after_zero_lr)
     return {
         "parameters": count,
         "step": expected.times,
         "replay": found.times,
-        "equal": _number_of_equal(expected.ends, found.ends),
-        "moved": count - _number_of_equal(found.starts, found.ends),
-        "moved_without_lr": count - _number_of_equal(found.ends, found.after_zero_lr),
+        "equal": equal,
+        "moved": count - unmoved,
+        "moved_without_lr": count - unmoved_without_lr,
     }
 
 
@@ -470,13 +558,15 @@ def _number_of_equal(tensors: list[Tensor], others: list[Tensor]) -> int:
 def passes(machine: Machine) -> Found:
     """The passes over memory of a step, against copies of a large tensor."""
     job = machine.job(OURS)
-    (found,) = machine.run(_passes, (job, 2**30 if machine.gpus else 2**22), 1)
+    copied = 2**30 if machine.gpus else 2**22
+    (found,) = machine.run(_passes, (job, copied), 1)
     rate = found["bytes per second"]
     rows = []
     for name, (nbytes, seconds) in found["passes"].items():
         limit = nbytes / rate
-        times = f"{1e3 * seconds:.3f}", f"{1e3 * limit:.3f}", f"{seconds / limit:.2f}"
-        rows.append([name, f"{nbytes / 1e9:.3f}", *times])
+        times = f"{1e3 * seconds:.3f}", f"{1e3 * limit:.3f}"
+        multiple = f"{seconds / limit:.2f}"
+        rows.append([name, f"{nbytes / 1e9:.3f}", *times, multiple])
     head = [job.workload, "GB", "ms", "limit, ms", "x limit"]
     text = f"Copies read and write {rate / 1e9:.0f} GB/s."
     note = "GB: the least that must be read and written. The last row has everything but Newton-Schulz."
@@ -486,8 +576,9 @@ def passes(machine: Machine) -> Found:
 def _copy_rate(size: int, device: str) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    seconds = middle(lambda: target.copy_(source), device)
     # It reads and writes each byte.
-    return 2 * size / middle(lambda: target.copy_(source), device)
+    return 2 * size / seconds
 
 
 def _passes(rank: int, world: int, job: Any) -> dict[str, Any]:
@@ -498,16 +589,17 @@ def _passes(rank: int, world: int, job: Any) -> dict[str, Any]:
     muon.step()  # makes all state
     before, after = engine_view.passes(muon)
     elements = sum(map(math.prod, laid.shapes))
-    # Reads gradients and momentum, writes momentum and a bfloat16 matrix; reads parameters and a bfloat16 update,
-    # writes parameters.
-    least = {"before": 3 * 4 + 2, "after": 2 * 4 + 2}
+    # Reads gradients and momentum, writes momentum and a bfloat16 matrix.
+    least_before = elements * (3 * 4 + 2)
+    # Reads parameters and a bfloat16 update, writes parameters.
+    least_after = elements * (2 * 4 + 2)
     found = {
-        "before": (least["before"] * elements, middle(before, job.device)),
-        "after": (least["after"] * elements, middle(after, job.device)),
+        "before": (least_before, middle(before, job.device)),
+        "after": (least_after, middle(after, job.device)),
     }
     with engine_view.without_newton_schulz():
         seconds = middle(muon.step, job.device)
-    found["step"] = sum(least.values()) * elements, seconds
+    found["step"] = least_before + least_after, seconds
     return {"bytes per second": rate, "passes": found}
 
 
@@ -515,19 +607,25 @@ def exchange(machine: Machine) -> Found:
     """In the ring, each rank sends to one neighbour and receives from the other: the link."""
     if machine.gpus == 1:
         raise NotRun("It needs two GPUs: NCCL takes one rank per GPU.")
-    sizes = [2**power for power in range(10, 31 if machine.gpus else 21, 5)]
+    powers = range(10, 31 if machine.gpus else 21, 5)
+    sizes = [2**power for power in powers]
     ranks = machine.run(_exchange, (machine.job(OURS), sizes))
-    found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-    rates = {name: nbytes / seconds for name, (nbytes, seconds) in found.items()}
-    small, large = (f"all-to-all of {size} bytes" for size in (sizes[0], sizes[-1]))
+    found, rates = {}, {}
+    for name in ranks[0]:
+        nbytes, seconds = max(rank[name] for rank in ranks)
+        found[name] = nbytes, seconds
+        rates[name] = nbytes / seconds
     link = rates[f"ring of {sizes[-1]} bytes"]
-    rows = [
-        [name, f"{1e3 * seconds:.3f}", f"{rates[name] / 1e9:.2f}", f"{rates[name] / link:.0%}"]
-        for name, (_, seconds) in found.items()
-    ]  # fmt: skip
+    rows = []
+    for name, (_, seconds) in found.items():
+        rate = rates[name]
+        cells = f"{1e3 * seconds:.3f}", f"{rate / 1e9:.2f}", f"{rate / link:.0%}"
+        rows.append([name, *cells])
+    _, smallest_seconds = found[f"all-to-all of {sizes[0]} bytes"]
+    peers = len(ranks) - 1
     hardware = {
-        "intra_bandwidth": rates[large],
-        "intra_latency": found[small][1] / (len(ranks) - 1),
+        "intra_bandwidth": rates[f"all-to-all of {sizes[-1]} bytes"],
+        "intra_latency": smallest_seconds / peers,
         "gpus_per_node": len(ranks),
     }
     text = table.render(["busiest rank", "ms", "GB/s sent", "of the link"], rows)
@@ -541,35 +639,47 @@ def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
     calls = engine_view.all_to_alls(contestants.make(job.names[0], laid))
     found = {}
     for size in sizes:
-        send = torch.ones(size // world, dtype=torch.uint8, device=job.device)
-        send = send.repeat(world)
+        part = torch.ones(size // world, dtype=torch.uint8, device=job.device)
+        send = part.repeat(world)
         receive = torch.empty_like(send)
-
-        def ring() -> None:
-            ends = (
-                dist.P2POp(dist.isend, send, (rank + 1) % world),
-                dist.P2POp(dist.irecv, receive, (rank - 1) % world),
-            )
-            for work in dist.batch_isend_irecv([*ends]):
-                work.wait()
-
+        ring = partial(_send_along_ring, send, receive)
         found[f"ring of {size} bytes"] = send.nbytes, middle(ring, job.device)
-        seconds = middle(partial(dist.all_to_all_single, receive, send), job.device)
+        all_to_all = partial(dist.all_to_all_single, receive, send)
         sent = send.nbytes * (world - 1) // world
-        found[f"all-to-all of {size} bytes"] = sent, seconds
-    sent = sum(traffic.all_to_all(call[1], call[3], call[4]) for call in calls)
-    every = lambda: [dist.all_to_all_single(*call) for call in calls]  # noqa: E731
-    found["those of a step"] = sent, middle(every, job.device)
+        found[f"all-to-all of {size} bytes"] = sent, middle(all_to_all, job.device)
+
+    def step_exchanges() -> None:
+        for call in calls:
+            dist.all_to_all_single(*call)
+
+    sent = 0
+    for _, source, _, splits, group in calls:
+        sent += traffic.all_to_all(source, splits, group)
+    found["those of a step"] = sent, middle(step_exchanges, job.device)
     return found
+
+
+def _send_along_ring(send: Tensor, receive: Tensor) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    to_next = dist.P2POp(dist.isend, send, (rank + 1) % world)
+    from_previous = dist.P2POp(dist.irecv, receive, (rank - 1) % world)
+    for work in dist.batch_isend_irecv([to_next, from_previous]):
+        work.wait()
 
 
 def tests(machine: Machine) -> Found:
     """The classes for GPUs. The page has each outcome when the test ends."""
-    missing = [n for n in ("pytest", "expecttest", "numpy") if find_spec(n) is None]
+    missing = []
+    for name in ("pytest", "expecttest", "numpy"):
+        if find_spec(name) is None:
+            missing.append(name)
     if missing:
         raise NotRun(f"{sys.executable} has no {', '.join(missing)}.")
     paths = [*ROOT.glob("test/optim/*.py"), *ROOT.glob("test/distributed/optim/*.py")]
-    chosen = [str(path) for path in sorted(paths) if "GPU" in path.read_text()]
+    chosen = []
+    for path in sorted(paths):
+        if "GPU" in path.read_text():
+            chosen.append(str(path))
     return run_tests(machine, ["-k", "OnGPU or OnOneGPU or OnSharedGPU", *chosen])
 
 
@@ -581,27 +691,30 @@ def run_tests(machine: Machine, words: list[str], limit: int = TEST_LIMIT) -> Fo
     """
     path = machine.folder / "outcomes.jsonl"
     path.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tools.bench.gpu.outcomes",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        *words,
+    ]
     variables = {"MUON_TEST_OUTCOMES": str(path), "MUON_TEST_SECONDS": str(limit)}
-    command = [sys.executable, "-m", "pytest", "-p", "tools.bench.gpu.outcomes"]
-    command += ["-p", "no:cacheprovider", "--tb=short", *words]
     lines: list[dict[str, Any]] = []
     found, code = Found([], {}), None
     with tempfile.TemporaryFile("w+") as file:
         with started(command, file, **variables) as process:
             while code is None and machine.seconds > 0:
                 code = process.poll()
-                written = path.read_text().split("\n")[:-1] if path.exists() else []
-                new = [json.loads(line) for line in written[len(lines) :]]
-                for line in new:
-                    if line["outcome"] != "running":
-                        print("  {outcome}, {seconds:.1f} s: {test}".format(**line))
-                    if line["outcome"] == "failed":
-                        print(line["text"])
+                new = _new_outcomes(path, len(lines))
                 if new:
+                    _print_outcomes(new)
                     lines += new
                     found = outcomes(lines)
                     machine.tell(found)
-                    sys.stdout.flush()
                 time.sleep(0.2)
         file.seek(0)
         text = file.read()
@@ -616,26 +729,47 @@ def run_tests(machine: Machine, words: list[str], limit: int = TEST_LIMIT) -> Fo
     return found
 
 
+def _new_outcomes(path: Path, known: int) -> list[dict[str, Any]]:
+    """The whole lines of the file after the ``known`` ones."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[known:]]
+
+
+def _print_outcomes(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line["outcome"] != "running":
+            print("  {outcome}, {seconds:.1f} s: {test}".format(**line))
+        if line["outcome"] == "failed":
+            print(line["text"])
+    sys.stdout.flush()
+
+
 def outcomes(lines: list[dict[str, Any]]) -> Found:
     """The last outcome of each test in a table, then the texts of failures."""
     last: dict[str, dict[str, Any]] = {}
     for line in lines:
+        test = line["test"]
         # A test may pass, and fail when it is taken down.
-        if last.get(line["test"], {}).get("outcome") != "failed":
-            last[line["test"]] = line
+        if test not in last or last[test]["outcome"] != "failed":
+            last[test] = line
     counts = Counter(line["outcome"] for line in last.values())
-    words = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    rows, texts = [], []
+    words = [f"{count} {outcome}" for outcome, count in sorted(counts.items())]
+    rows, failures, values = [], [], {}
     for test, line in last.items():
-        short = test.partition("::")[2]
-        rows.append([short, line["outcome"], f"{line['seconds']:.1f}"])
-        if line["outcome"] == "skipped":
-            rows[-1][1] += f" ({line['text'].removeprefix('Skipped: ')})"
-        if line["outcome"] == "failed":
-            texts.append(f"{test}\n{line['text']}")
+        outcome, seconds, text = line["outcome"], line["seconds"], line["text"]
+        values[test] = outcome, seconds
+        state = outcome
+        if outcome == "skipped":
+            reason = text.removeprefix("Skipped: ")
+            state = f"skipped ({reason})"
+        if outcome == "failed":
+            failures.append(f"{test}\n{text}")
+        _, _, name = test.partition("::")
+        rows.append([name, state, f"{seconds:.1f}"])
     shown = table.render(["", "outcome", "s"], rows)
-    values = {test: (line["outcome"], line["seconds"]) for test, line in last.items()}
-    return Found([words, shown, *texts], values)
+    return Found([", ".join(words), shown, *failures], values)
 
 
 # Each with its limit in seconds. Together: less than 15 minutes.

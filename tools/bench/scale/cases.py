@@ -11,6 +11,15 @@ from torch.optim._muon_split import Split
 from tools.bench.models import Model, MODELS, Shape
 
 
+class Rectangle(NamedTuple):
+    """A part of a matrix; ``row`` and ``column`` are those of its first element."""
+
+    row: int
+    column: int
+    height: int
+    width: int
+
+
 def cut(length: int, parts: int, part: int) -> tuple[int, int]:
     """The start and length of ``part`` as ``torch.chunk`` cuts; the last parts may be short or empty."""
     step = -(-length // parts)
@@ -18,16 +27,76 @@ def cut(length: int, parts: int, part: int) -> tuple[int, int]:
     return start, min(step, length - start)
 
 
-def rows_cut(
-    piece: tuple[int, int, int, int], parts: int
-) -> tuple[tuple[Region, ...], ...]:
-    """The shards of FSDP: the rows of ``piece`` (row, column, height, width) over ``parts`` ranks."""
-    row, column, height, width = piece
-    found = [cut(height, parts, part) for part in range(parts)]
-    return tuple(
-        (Region(row + start, column, kept, width, 0, width),) if kept else ()
-        for start, kept in found
-    )
+def rows_cut(rectangle: Rectangle, parts: int) -> tuple[tuple[Region, ...], ...]:
+    """The shards of FSDP: the rows of ``rectangle`` over ``parts`` ranks."""
+    _, column, _, width = rectangle
+    shards: list[tuple[Region, ...]] = []
+    for part in range(parts):
+        start, height = cut(rectangle.height, parts, part)
+        regions = []
+        if height:
+            row = rectangle.row + start
+            regions.append(Region(row, column, height, width, 0, width))
+        shards.append(tuple(regions))
+    return tuple(shards)
+
+
+class Placement:
+    """How ``kind`` places the matrices of a model over ``outer`` x ``inner`` ranks, as in :func:`layouts_of`.
+
+    All matrices of one placement and shape share one ``Shards``.
+    """
+
+    def __init__(self, model: Model, kind: str, outer: int, inner: int) -> None:
+        self.kind = kind
+        self.outer = outer
+        self.inner = inner
+        self.world = outer * inner
+        self.n_experts = model.n_experts
+        self.is_stacked = model.stacked and kind in ("fsdp", "hsdp")
+        # Whether a rank has other experts than the next one.
+        self.places_experts = self.is_stacked or kind == "ep"
+        # How many ranks have different experts.
+        self.expert_places = self.world if kind == "fsdp" else inner
+        self.dense = cache(self._dense)
+        self.of_expert_place = cache(self._of_expert_place)
+
+    def _dense(self, shape: Shape, by_columns: bool) -> Shards:
+        """The shards of a matrix outside of experts; TP cuts its columns if ``by_columns``."""
+        ranks = tuple(range(self.world))
+        whole = Rectangle(0, 0, *shape)
+        if self.kind in ("hsdp", "ddp"):
+            return Shards(ranks, rows_cut(whole, self.inner) * self.outer)
+        if self.kind != "tp":
+            return Shards(ranks, rows_cut(whole, self.world))
+        rows, columns = shape
+        by_tp_rank = []
+        for tp_rank in range(self.inner):
+            if by_columns:
+                column, width = cut(columns, self.inner, tp_rank)
+                piece = Rectangle(0, column, rows, width)
+            else:
+                row, height = cut(rows, self.inner, tp_rank)
+                piece = Rectangle(row, 0, height, columns)
+            by_tp_rank.append(rows_cut(piece, self.outer))
+        # Ranks of one TP group are neighbours.
+        by_fsdp_rank = zip(*by_tp_rank, strict=True)
+        shards = tuple(itertools.chain.from_iterable(by_fsdp_rank))
+        return Shards(ranks, shards)
+
+    def expert(self, shape: Shape, expert: int) -> Shards:
+        """The shards of a matrix of ``expert``."""
+        place = expert * self.expert_places // self.n_experts
+        if self.is_stacked:
+            experts_of_rank = -(-self.n_experts // self.expert_places)
+            place = expert // experts_of_rank
+        return self.of_expert_place(shape, place)
+
+    def _of_expert_place(self, shape: Shape, place: int) -> Shards:
+        ranks = tuple(range(place, self.world, self.expert_places))
+        parts = 1 if self.is_stacked else self.outer
+        replicas = len(ranks) // parts
+        return Shards(ranks, rows_cut(Rectangle(0, 0, *shape), parts) * replicas)
 
 
 def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layout]:
@@ -39,52 +108,39 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
     - ep: experts over the inner ranks, and the rows of each over the outer ranks; the rest as in fsdp.
 
     Under fsdp and hsdp, each rank has other experts of a stack, because FSDP2 cuts dimension 0.
-    All matrices of one placement and shape share one ``Shards``.
     """
-    world = outer * inner
-    everyone = tuple(range(world))
-
-    @cache
-    def dense(shape: Shape, by_columns: bool) -> Shards:
-        rows, columns = shape
-        if kind in ("hsdp", "ddp"):
-            return Shards(everyone, rows_cut((0, 0, *shape), inner) * outer)
-        if kind != "tp":
-            return Shards(everyone, rows_cut((0, 0, *shape), world))
-        pieces = []
-        for at in range(inner):
-            start, kept = cut(columns if by_columns else rows, inner, at)
-            piece = (0, start, rows, kept) if by_columns else (start, 0, kept, columns)
-            pieces.append(rows_cut(piece, outer))
-        regions = tuple(shard for at in zip(*pieces, strict=True) for shard in at)
-        return Shards(everyone, regions)
-
-    @cache
-    def of_expert(shape: Shape, at: int) -> Shards:
-        ranks = tuple(range(at, world, places))
-        parts = 1 if stacked else outer
-        return Shards(ranks, rows_cut((0, 0, *shape), parts) * (len(ranks) // parts))
-
-    stacked = model.stacked and kind in ("fsdp", "hsdp")
-    places = world if kind == "fsdp" else inner
-    apart = stacked or kind == "ep"
+    placement = Placement(model, kind, outer, inner)
     names = model.names or [None] * len(model.shapes)
-    found: list[Layout] = []
-    for i, shape in enumerate(model.dense if apart else model.shapes):
-        shards = dense(shape, kind == "tp" and i % 2 == 1)
-        found.append(Layout(Key(i, name=names[i]), shape, torch.float32, shards))
-    for expert in range(model.n_experts if apart else 0):
-        at = expert * places // model.n_experts
-        if stacked:
-            at = expert // -(-model.n_experts // places)
+    dense, n_experts = model.shapes, 0
+    if placement.places_experts:
+        dense, n_experts = model.dense, model.n_experts
+    layouts: list[Layout] = []
+    for index, shape in enumerate(dense):
+        by_columns = kind == "tp" and index % 2 == 1
+        shards = placement.dense(shape, by_columns)
+        key = Key(index, name=names[index])
+        layouts.append(Layout(key, shape, torch.float32, shards))
+    for expert in range(n_experts):
         for shape in model.expert:
-            shards = of_expert(shape, at)
-            key = Key(len(found), name=names[len(found)], expert=expert)
-            found.append(Layout(key, shape, torch.float32, shards))
-    fused = model.fused if model.is_split else {}
-    splits = [fused.get(layout.key.name, Split()) for layout in found]
-    cut_up = [split_fused(l, s) if s.sizes else [l] for l, s in zip(found, splits)]
-    return list(itertools.chain.from_iterable(cut_up))
+            index = len(layouts)
+            shards = placement.expert(shape, expert)
+            key = Key(index, name=names[index], expert=expert)
+            layouts.append(Layout(key, shape, torch.float32, shards))
+    if not model.is_split:
+        return layouts
+    return _split(layouts, model)
+
+
+def _split(layouts: list[Layout], model: Model) -> list[Layout]:
+    """The layouts with those of the parts in place of each fused weight."""
+    found = []
+    for layout in layouts:
+        split = model.fused.get(layout.key.name, Split())
+        if split.sizes:
+            found.extend(split_fused(layout, split))
+        else:
+            found.append(layout)
+    return found
 
 
 class Case(NamedTuple):
@@ -106,8 +162,10 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        mesh = {"hsdp": "HSDP", "tp": "FSDP x TP", "ep": "FSDP x EP"}.get(self.kind)
-        mesh = f"{mesh} {self.outer} x {self.inner}" if mesh else self.kind.upper()
+        two_dimensions = {"hsdp": "HSDP", "tp": "FSDP x TP", "ep": "FSDP x EP"}
+        mesh = self.kind.upper()
+        if self.kind in two_dimensions:
+            mesh = f"{two_dimensions[self.kind]} {self.outer} x {self.inner}"
         return f"{self.name}, {mesh}, {self.world} ranks"
 
     def layouts(self) -> list[Layout]:

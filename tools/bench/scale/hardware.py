@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from torch.optim._muon_engine.schedule import owners
+from torch.optim._muon_engine.schedule import division
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,11 @@ class Hardware:
     """
 
     peak_flops: float = 989e12
-    utilization: float = owners.FLOPS / 989e12
+    utilization: float = division.FLOPS / 989e12
     training_utilization: float = 0.4
-    intra_bandwidth: float = owners.NODE
-    inter_bandwidth: float = owners.NETWORK
-    intra_latency: float = owners.LATENCY
+    intra_bandwidth: float = division.NODE
+    inter_bandwidth: float = division.NETWORK
+    intra_latency: float = division.LATENCY
     inter_latency: float = 2.7e-6
     gpus_per_node: int = 8
 
@@ -41,17 +40,28 @@ class Hardware:
         values = {}
         for setting in settings:
             name, _, value = setting.partition("=")
-            known = {name: value} if value else GPUS.get(setting)
-            values |= known or _of_page(Path(setting))
-        found = {}
+            if value:
+                values[name] = value
+            elif setting in GPUS:
+                values |= GPUS[setting]
+            else:
+                values |= _of_page(Path(setting))
+        converted = {}
         for name, value in values.items():
-            if name not in vars(self):
-                names = ", ".join(vars(self))
-                raise ValueError(f"--hardware has no {name!r}; it has {names}")
-            found[name] = type(getattr(self, name))(value)
-            if not found[name] > 0 and (found[name] or "latency" not in name):
-                raise ValueError(f"--hardware {name}={value} is not positive")
-        return replace(self, **found)
+            converted[name] = self._converted(name, value)
+        return replace(self, **converted)
+
+    def _converted(self, name: str, value: str | float) -> float:
+        """``value`` in the type of the field ``name``; only a latency may be zero."""
+        if name not in vars(self):
+            names = ", ".join(vars(self))
+            raise ValueError(f"--hardware has no {name!r}; it has {names}")
+        type_of_field = type(getattr(self, name))
+        number = type_of_field(value)
+        may_be_zero = "latency" in name
+        if number > 0 or (number == 0 and may_be_zero):
+            return number
+        raise ValueError(f"--hardware {name}={value} is not positive")
 
 
 # With A100s: half of the NVLink, and adapters of 200 Gb/s (NVIDIA's data sheets of A100 and DGX A100).

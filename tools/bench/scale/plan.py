@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.optim._muon_engine.layouts.layout import Shards
 from torch.optim._muon_engine.schedule.owners import flops_of
-from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
+from torch.optim._muon_engine.schedule.packs import Relay
+from torch.optim._muon_engine.schedule.schedule import Bucket, Schedule
 from torch.optim._newton_schulz import NS_DTYPE
 
 from .hardware import Hardware
@@ -59,32 +61,33 @@ class Loads:
         link = count * (nodes[senders] != nodes[receivers])
 
         def of_links(weights: NDArray | None) -> NDArray:
-            places = link + senders, link + receivers
-            found = [np.bincount(at, weights, 2 * count) for at in places]
-            return np.reshape(found, (2, 2, count))
+            going_out = np.bincount(link + senders, weights, 2 * count)
+            coming_in = np.bincount(link + receivers, weights, 2 * count)
+            return np.reshape([going_out, coming_in], (2, 2, count))
 
-        loads = of_links(sent[travels]), of_links(None)
+        nbytes = of_links(sent[travels])
+        messages = of_links(None)
         if complete:
-            senders, receivers = (end.ravel() for end in ends)
-        return cls(along, *loads, senders, receivers, complete)
+            senders, receivers = ends[0].ravel(), ends[1].ravel()
+        return cls(along, nbytes, messages, senders, receivers, complete)
 
     def seconds(self, hardware: Hardware, directions: slice = slice(None)) -> NDArray:
         """How long each rank's busiest link takes, shape (ranks,)."""
         bandwidth = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
         latency = np.array([hardware.intra_latency, hardware.inter_latency])
-        of_links = (
-            self.nbytes[directions] / bandwidth[:, None]
-            + self.messages[directions] * latency[:, None]
-        )
+        transfers = self.nbytes[directions] / bandwidth[:, None]
+        delays = self.messages[directions] * latency[:, None]
+        of_links = transfers + delays
         return of_links.max((0, 1))
 
     def latest(self, times: NDArray) -> NDArray:
         """The last of ``times`` of the ranks that each rank receives from; minus infinity without any."""
         last = np.full_like(times, -np.inf)
+        of_senders = times[self.senders]
         if self.complete:
-            last[self.receivers] = times[self.senders].max()
+            last[self.receivers] = of_senders.max()
         else:
-            np.maximum.at(last, self.receivers, times[self.senders])
+            np.maximum.at(last, self.receivers, of_senders)
         return last
 
 
@@ -102,15 +105,24 @@ class Wave(NamedTuple):
     nbytes: NDArray
 
     def nodes(self, gpus_per_node: int) -> int:
-        return len(np.unique(self.ranks[0] // gpus_per_node))
+        nodes = self.ranks[0] // gpus_per_node
+        return len(np.unique(nodes))
 
     def seconds(self, hardware: Hardware) -> tuple[NDArray, float]:
         """The time of the links of a ring in the order of ranks, and of its hops, which block no link."""
         nodes = self.nodes(hardware.gpus_per_node)
-        inside = self.ranks.shape[1] - nodes
+        _, replicas = self.ranks.shape
         slowest = hardware.inter_bandwidth if nodes > 1 else hardware.intra_bandwidth
-        hops = (nodes - 1) * hardware.inter_latency + inside * hardware.intra_latency
-        return self.nbytes / slowest, hops
+        between_nodes = (nodes - 1) * hardware.inter_latency
+        inside_nodes = (replicas - nodes) * hardware.intra_latency
+        return self.nbytes / slowest, between_nodes + inside_nodes
+
+
+class SharedBlock(NamedTuple):
+    """A block of a divided matrix: its short side, and the ranks that orthogonalize the matrix together."""
+
+    short_side: int
+    team: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class BucketPlan:
         owners: places of owners in ``ranks``.
         gather, scatter: one or two all-to-alls each.
         work: for each of ``owners`` the FLOPs of its matrices.
-        shared: for each of ``owners`` the short sides of its blocks of divided matrices, and their teams.
+        shared: for each of ``owners`` its blocks of divided matrices.
     """
 
     bucket: Bucket
@@ -130,31 +142,37 @@ class BucketPlan:
     gather: tuple[Loads, ...]
     scatter: tuple[Loads, ...]
     work: NDArray
-    shared: list[list[tuple[int, tuple[int, ...]]]]
+    shared: list[list[SharedBlock]]
     relays: list[Wave]
 
     def seconds(self, hardware: Hardware) -> NDArray:
         """The time of each owner's Newton-Schulz."""
-        teams = [sum(together(hardware, *of) for of in found) for found in self.shared]
-        return self.work / hardware.flops + np.array(teams)
+        together = np.zeros(len(self.owners))
+        for owner, blocks in enumerate(self.shared):
+            for block in blocks:
+                together[owner] += seconds_together(block, hardware)
+        return self.work / hardware.flops + together
 
 
-def together(
-    hardware: Hardware, short: int, team: tuple[int, ...], steps: int = 5
-) -> float:
+def seconds_together(block: SharedBlock, hardware: Hardware, steps: int = 5) -> float:
     """Seconds of the collectives of a divided matrix: rings that overlap with nothing.
 
     Each step all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
     """
-    on_node = Counter(rank // hardware.gpus_per_node for rank in team)
-    bandwidth, nodes, hops = hardware.intra_bandwidth, len(on_node), len(team) - 1
+    ranks_on_node = Counter(rank // hardware.gpus_per_node for rank in block.team)
+    nodes = len(ranks_on_node)
+    members = len(block.team)
+    hops = members - 1
+    bandwidth = hardware.intra_bandwidth
     if nodes > 1:
         # As many rings as adapters of the node that has fewest ranks.
-        adapters = min(on_node.values()) * hardware.inter_bandwidth
+        adapters = min(ranks_on_node.values()) * hardware.inter_bandwidth
         bandwidth = min(bandwidth, adapters)
     latency = (nodes - 1) * hardware.inter_latency
     latency += (hops - nodes + 1) * hardware.intra_latency
-    nbytes = hops / len(team) * short * short * (2 * 4 + 2)
+    bytes_of_element = 2 * 4 + 2
+    side = block.short_side
+    nbytes = hops / members * side * side * bytes_of_element
     return steps * (nbytes / bandwidth + 3 * latency)
 
 
@@ -169,35 +187,46 @@ class Plan:
 
 
 def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
-    buckets = [
-        _plan_bucket(schedule, bucket, gpus_per_node) for bucket in schedule.buckets
-    ]
+    buckets = []
+    for bucket in schedule.buckets:
+        buckets.append(_plan_bucket(schedule, bucket, gpus_per_node))
     return Plan(world, gpus_per_node, schedule.one_owner_at_a_time, buckets)
 
 
 def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> BucketPlan:
     ranks = np.array(bucket.ranks)
-    owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
+    owner_ranks = np.unique([schedule.owners[matrix] for matrix in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
-    work = np.zeros(len(owners))
-    shared: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in owners]
-    for m in bucket.matrices:
-        at = np.searchsorted(owner_ranks, schedule.owners[m])
-        layout = schedule.layouts[m]
-        work[at] += flops_of(layout)
-        if layout.block_of:
-            shared[at].append((min(layout.block_of), schedule.team(m)))
+    work, shared = _works(schedule, bucket, owner_ranks)
     gathered, scattered = _volumes(schedule, bucket, owners)
-    everybody, nodes = np.arange(len(ranks)), ranks // gpus_per_node
+    nodes = ranks // gpus_per_node
     if bucket.node_size > 1:
         gather = _gather_in_two_levels(gathered, owners, nodes, bucket.node_size)
         scatter = _scatter_in_two_levels(scattered, owners, nodes, bucket.node_size)
     else:
-        ends, whole = (everybody[None], owners[:, None]), not bucket.relayed
-        gather = (Loads.of("group", gathered, ends, nodes, whole),)
-        scatter = (Loads.of("group", scattered, ends[::-1], nodes, whole),)
-    exchanges, waves = (gather, scatter), _waves(schedule, bucket)
-    return BucketPlan(bucket, ranks, owners, *exchanges, work, shared, waves)
+        holders = np.arange(len(ranks))[None]
+        of_owners = owners[:, None]
+        complete = not bucket.relayed
+        gather = (Loads.of("group", gathered, (holders, of_owners), nodes, complete),)
+        scatter = (Loads.of("group", scattered, (of_owners, holders), nodes, complete),)
+    relays = _waves(schedule, bucket)
+    return BucketPlan(bucket, ranks, owners, gather, scatter, work, shared, relays)
+
+
+def _works(
+    schedule: Schedule, bucket: Bucket, owner_ranks: NDArray
+) -> tuple[NDArray, list[list[SharedBlock]]]:
+    """``work`` and ``shared`` of :class:`BucketPlan`."""
+    work = np.zeros(len(owner_ranks))
+    shared: list[list[SharedBlock]] = [[] for _ in owner_ranks]
+    for matrix in bucket.matrices:
+        owner = np.searchsorted(owner_ranks, schedule.owners[matrix])
+        layout = schedule.layouts[matrix]
+        work[owner] += flops_of(layout)
+        if layout.block_of:
+            short_side = min(layout.block_of)
+            shared[owner].append(SharedBlock(short_side, schedule.team(matrix)))
+    return work, shared
 
 
 def _volumes(
@@ -205,45 +234,67 @@ def _volumes(
 ) -> tuple[NDArray, NDArray]:
     """Bytes that owners gather and send back, shape (owners, ranks)."""
     ranks = np.array(bucket.ranks)
-    counts = {}
+    owner_ranks = ranks[owners]
+    # How many matrices with these shards each owner has.
+    counts: dict[Shards, NDArray] = {}
     for matrix in bucket.matrices:
-        count = counts.setdefault(schedule.layouts[matrix].shards, 0 * owners)
-        count[np.searchsorted(ranks[owners], schedule.owners[matrix])] += 1
-    gathered, scattered = (np.zeros((len(owners), len(ranks))) for _ in range(2))
+        shards = schedule.layouts[matrix].shards
+        count = counts.setdefault(shards, np.zeros_like(owners))
+        owner = np.searchsorted(owner_ranks, schedule.owners[matrix])
+        count[owner] += 1
+    gathered = np.zeros((len(owners), len(ranks)))
+    scattered = np.zeros((len(owners), len(ranks)))
     for shards, count in counts.items():
         if shards.partial:
             raise NotImplementedError("the simulation has no Partial parameters")
-        numels = np.array(shards.numels)[np.argsort(shards.ranks)]
-        number, replicas = np.zeros_like(ranks), np.ones_like(ranks)
-        for members in shards.replica_sets:
-            if len(members) > 1:
-                places = np.searchsorted(ranks, members)
-                number[places] = np.arange(len(members))
-                replicas[places] = len(members)
-        # As Shards.source: the source is the replica with the owner's number, or the last one.
-        wanted = np.minimum(number[owners][:, None], replicas - 1)
-        from_sources = count[:, None] * numels * (wanted == number)
+        order = np.argsort(shards.ranks)
+        numels = np.array(shards.numels)[order]
+        all_replicas = count[:, None] * numels
+        from_sources = all_replicas * _are_sources(shards, ranks, owners)
         gathered += from_sources
-        scattered += from_sources if bucket.relayed else count[:, None] * numels
-    dtypes = bucket.gather_dtype, NS_DTYPE
-    for side, dtype in zip((gathered, scattered), dtypes):
-        side[np.arange(len(owners)), owners] = 0
-        side *= dtype.itemsize
+        scattered += from_sources if bucket.relayed else all_replicas
+    gathered *= bucket.gather_dtype.itemsize
+    scattered *= NS_DTYPE.itemsize
+    # An owner sends nothing to itself.
+    places = np.arange(len(owners))
+    gathered[places, owners] = 0
+    scattered[places, owners] = 0
     return gathered, scattered
+
+
+def _are_sources(shards: Shards, ranks: NDArray, owners: NDArray) -> NDArray:
+    """Which ranks send their shards to which owner, shape (owners, ranks)."""
+    replica_numbers = np.zeros_like(ranks)
+    replica_counts = np.ones_like(ranks)
+    for replicas in shards.replica_sets:
+        count = len(replicas)
+        if count > 1:
+            places = np.searchsorted(ranks, replicas)
+            replica_numbers[places] = np.arange(count)
+            replica_counts[places] = count
+    # As Shards.source: the source is the replica with the owner's number, or the last one.
+    numbers_of_owners = replica_numbers[owners][:, None]
+    wanted = np.minimum(numbers_of_owners, replica_counts - 1)
+    return wanted == replica_numbers
 
 
 def _gather_in_two_levels(
     sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
 ) -> tuple[Loads, Loads]:
     """Through the rank of the holder's node that is on the owner's rail."""
-    holders, rails = np.arange(len(nodes)), np.arange(node_size)[:, None]
-    of_rail = (owners % node_size == rails).astype(float) @ sent
-    corners = holders - holders % node_size + rails
-    of_node = sent.reshape(len(owners), -1, node_size).sum(2)
-    ends = holders[::node_size] + owners[:, None] % node_size, owners[:, None]
+    holders = np.arange(len(nodes))
+    rails = np.arange(node_size)[:, None]
+    rails_of_owners = owners % node_size
+    first_of_node = holders - holders % node_size
+    is_on_rail = (rails_of_owners == rails).astype(float)
+    to_rails = is_on_rail @ sent
+    inside = holders[None], first_of_node + rails
+    from_nodes = sent.reshape(len(owners), -1, node_size).sum(2)
+    first_holders = holders[::node_size]
+    across = first_holders + rails_of_owners[:, None], owners[:, None]
     return (
-        Loads.of("node", of_rail, (holders[None], corners), nodes),
-        Loads.of("rail", of_node, ends, nodes),
+        Loads.of("node", to_rails, inside, nodes),
+        Loads.of("rail", from_nodes, across, nodes),
     )
 
 
@@ -251,15 +302,18 @@ def _scatter_in_two_levels(
     sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
 ) -> tuple[Loads, Loads]:
     """Through the rank of the owner's node that is on the holder's rail."""
-    holders, rails = np.arange(len(nodes)), np.arange(node_size)[None]
-    of_rail = sent.reshape(len(owners), -1, node_size).sum(1)
-    corners = (owners - owners % node_size)[:, None] + rails
-    starts = holders[::node_size][:, None]
-    of_node = (owners // node_size == starts // node_size).astype(float) @ sent
-    ends = starts + holders % node_size, holders[None]
+    holders = np.arange(len(nodes))
+    rails = np.arange(node_size)[None]
+    first_of_node = (owners - owners % node_size)[:, None]
+    to_rails = sent.reshape(len(owners), -1, node_size).sum(1)
+    inside = owners[:, None], first_of_node + rails
+    first_holders = holders[::node_size][:, None]
+    is_on_node = (owners // node_size == first_holders // node_size).astype(float)
+    from_nodes = is_on_node @ sent
+    across = first_holders + holders % node_size, holders[None]
     return (
-        Loads.of("node", of_rail, (owners[:, None], corners), nodes),
-        Loads.of("rail", of_node, ends, nodes),
+        Loads.of("node", to_rails, inside, nodes),
+        Loads.of("rail", from_nodes, across, nodes),
     )
 
 
@@ -267,28 +321,35 @@ def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
     """The engine's own relays. A relay begins when the earlier relays of all its ranks have begun."""
     if not bucket.relayed:
         return []
-    shards = {schedule.layouts[m].shards for m in bucket.matrices}
-    sets = {
-        ranks
-        for one in shards
-        for ranks in one.replica_sets
-        if len(ranks) > 1 and not one.is_empty(ranks[0])
-    }
-    # A rank in several replica sets makes the relays of all of them.
-    by_set = {ranks: schedule.relays(bucket, ranks[0]) for ranks in sorted(sets)}
-    turn: dict[int, int] = {}
-    waves: dict[tuple[int, int], list] = {}
-    for ranks, relays in by_set.items():
-        for relay in relays:
-            if relay.replicas == tuple(sorted(ranks)):
-                at = max(turn.get(rank, 0) for rank in ranks)
-                turn.update(dict.fromkeys(ranks, at + 1))
-                waves.setdefault((at, len(ranks)), []).append(relay)
-    return [
-        Wave(
-            np.array([relay.replicas for relay in wave]),
-            np.array([[r == relay.source for r in relay.replicas] for relay in wave]),
-            np.array([float(relay.pack.nbytes) for relay in wave]),
-        )
-        for _, wave in sorted(waves.items(), key=lambda item: item[0])
-    ]
+    # By rank: the number of its next wave.
+    next_wave: Counter[int] = Counter()
+    # The relays of a wave have equally many replicas.
+    waves: dict[tuple[int, int], list[Relay]] = {}
+    for replicas in _replica_sets(schedule, bucket):
+        # A rank in several replica sets makes the relays of all of them.
+        for relay in schedule.relays(bucket, replicas[0]):
+            if relay.replicas != tuple(sorted(replicas)):
+                continue
+            number = max(next_wave[rank] for rank in replicas)
+            for rank in replicas:
+                next_wave[rank] = number + 1
+            waves.setdefault((number, len(replicas)), []).append(relay)
+    return [_wave_of(waves[key]) for key in sorted(waves)]
+
+
+def _replica_sets(schedule: Schedule, bucket: Bucket) -> list[tuple[int, ...]]:
+    """Those that hold a part of a matrix of ``bucket``."""
+    replica_sets = set()
+    for shards in {schedule.layouts[matrix].shards for matrix in bucket.matrices}:
+        for replicas in shards.replica_sets:
+            if len(replicas) > 1 and not shards.is_empty(replicas[0]):
+                replica_sets.add(replicas)
+    return sorted(replica_sets)
+
+
+def _wave_of(relays: list[Relay]) -> Wave:
+    """Relays that are made at the same time, a row each."""
+    ranks = np.array([relay.replicas for relay in relays])
+    sources = np.array([relay.source for relay in relays])
+    nbytes = np.array([float(relay.pack.nbytes) for relay in relays])
+    return Wave(ranks, ranks == sources[:, None], nbytes)

@@ -80,34 +80,40 @@ class Timeline:
         ranks = bucket.ranks
         over = self.now[ranks]
         for hop in getattr(bucket, kind):
-            key = hop.along, bucket.bucket.ranks
+            communicator = hop.along, bucket.bucket.ranks
             begin = np.maximum(over, self.free[ranks])
-            begin = np.maximum(begin, self.over.get(key, 0.0))
+            begin = np.maximum(begin, self.over.get(communicator, 0.0))
             sent = begin + hop.seconds(self.hardware)
             self.free[ranks] = sent
             # A rank and the ranks that it receives from have sent, and its link has received.
-            arriving = hop.latest(begin) + hop.seconds(self.hardware, slice(IN, None))
-            over = np.maximum(np.maximum(sent, hop.latest(sent)), arriving)
-            self.over[key] = over
+            receiving = hop.seconds(self.hardware, slice(IN, None))
+            received = hop.latest(begin) + receiving
+            over = np.maximum(sent, hop.latest(sent))
+            over = np.maximum(over, received)
+            self.over[communicator] = over
             self.events.append(Event(kind, ranks, begin, over))
         self.arrived[id(bucket)] = over
 
     def broadcast(self, wave: Wave) -> NDArray:
         """When each of the ring's ranks has everything; shape (sets, replicas)."""
-        key = wave.ranks.shape, int(wave.ranks[0, 0])
-        begin = np.maximum(self.now[wave.ranks], self.free[wave.ranks])
-        begin = np.maximum(begin, self.over.get(key, 0.0)).max(1, keepdims=True)
+        ranks = wave.ranks
+        communicators = ranks.shape, int(ranks[0, 0])
+        begin = np.maximum(self.now[ranks], self.free[ranks])
+        begin = np.maximum(begin, self.over.get(communicators, 0.0))
+        begin = begin.max(1, keepdims=True)
         seconds, hops = wave.seconds(self.hardware)
         over = begin + seconds[:, None]
-        self.free[wave.ranks] = over
-        self.over[key] = over
-        begin, end = np.broadcast_arrays(begin, over + hops, wave.ranks)[:2]
-        self.events.append(Event("relay", *map(np.ravel, (wave.ranks, begin, end))))
+        self.free[ranks] = over
+        self.over[communicators] = over
+        begin = np.broadcast_to(begin, ranks.shape)
+        end = np.broadcast_to(over + hops, ranks.shape)
+        self.events.append(Event("relay", ranks.ravel(), begin.ravel(), end.ravel()))
         return end
 
     def wait(self, bucket: BucketPlan) -> None:
         arrived = self.arrived.pop(id(bucket))
-        self.now[bucket.ranks] = np.maximum(self.now[bucket.ranks], arrived)
+        now = self.now[bucket.ranks]
+        self.now[bucket.ranks] = np.maximum(now, arrived)
 
     def orthogonalize(self, bucket: BucketPlan, to_relay: list[BucketPlan]) -> None:
         """Each rank's matrices of ``bucket``, while the results of the buckets ``to_relay`` travel. The engine has
@@ -118,19 +124,20 @@ class Timeline:
         ranks = bucket.ranks[bucket.owners]
         begin = self.now[ranks]
         seconds = bucket.seconds(self.hardware)
+        end = begin + seconds
         self.busy[ranks] += seconds
-        self.now[ranks] = begin + seconds
-        self.events.append(Event("orthogonalize", ranks, begin, self.now[ranks]))
+        self.now[ranks] = end
+        self.events.append(Event("orthogonalize", ranks, begin, end))
         self.now = np.maximum(self.now, relayed)
 
     def relay(self, buckets: list[BucketPlan]) -> NDArray:
         """Starts all broadcasts of ``buckets``; when each rank has everything from them."""
-        over = self.now.copy()
+        arrived = self.now.copy()
         for bucket in buckets:
             for wave in bucket.relays:
-                end = self.broadcast(wave)
-                over[wave.ranks] = np.maximum(over[wave.ranks], end)
-        return over
+                received = self.broadcast(wave)
+                arrived[wave.ranks] = np.maximum(arrived[wave.ranks], received)
+        return arrived
 
 
 def simulate(plan: Plan, hardware: Hardware, prefetch: int = 1) -> Step:

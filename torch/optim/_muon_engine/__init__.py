@@ -33,6 +33,6 @@ The vocabulary, in the order of the data:
 - *status*: whether a holder has a gradient. If the holders of a matrix differ, that is a *mismatch*.
 - *signature*: the values that ranks compare when they build the optimizer.
 
-Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- factory, functions <- engine <- _muon``.
-``config``, ``agreement`` and ``process_groups`` import none of these. Only ``layouts`` knows frameworks.
+Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- factory, functions <- building, changes <- engine <- _muon``.
+``config``, ``process_groups``, ``store`` and ``agreement`` import none of these. Only ``layouts`` knows frameworks.
 """

@@ -9,6 +9,7 @@ import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,25 +39,36 @@ class Signature(NamedTuple):
     fields: tuple[tuple[str, str], ...]
 
 
+@dataclass
+class Agreement:
+    """The groups of ranks that share matrices with this rank."""
+
+    # The process group of each; None for this rank alone.
+    groups: dict[Ranks, ProcessGroup | None] = field(default_factory=dict)
+    # The serial number of this optimizer among those over the same ranks.
+    serials: dict[Ranks, int] = field(default_factory=dict)
+    # Those that overlap others, on this rank or on another one of them, without containing these.
+    overlapping: set[Ranks] = field(default_factory=set)
+
+
 def agree(
     sharing: Mapping[Ranks, Sequence[ProcessGroup]],
     signatures: Mapping[Ranks, Sequence[Signature]],
     error: BaseException | None,
     is_lasting: bool,
-    groups: dict[Ranks, ProcessGroup | None],
-    serials: dict[Ranks, int],
-    overlapping: set[Ranks],
+    agreement: Agreement,
 ) -> None:
     """Makes the process group of all ranks that share matrices, and compares their signatures in it.
     ``sharing`` has the framework's groups among ranks that share matrices. The other ranks raise an ``error``
-    of this rank, too. For each key of ``sharing``, ``groups`` gets the group (None for this rank alone), and
-    ``serials`` the number of this optimizer among those over the same ranks. ``overlapping`` has those keys
-    that overlap another one of this rank's, and gets those that overlap another one of any rank's.
+    of this rank, too. ``agreement`` has those keys of ``sharing`` that overlap another one of this rank's. It gets
+    those that overlap another one of any rank's, the groups and the serial numbers.
     """
+    groups, serials = agreement.groups, agreement.serials
     # If one group fails, this rank leaves a note for the ranks of all, which the next optimizer must not read.
-    for ranks in (ranks for ranks in sharing if len(ranks) > 1):
-        serials[ranks] = counters_of(ranks).optimizers
-        counters_of(ranks).optimizers += 1
+    for ranks in sharing:
+        if len(ranks) > 1:
+            serials[ranks] = counters_of(ranks).optimizers
+            counters_of(ranks).optimizers += 1
     for ranks in larger_first(sharing):
         groups[ranks] = None
         if len(ranks) == 1:
@@ -66,11 +78,11 @@ def agree(
         digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).hexdigest()
         with _reaching(ranks, described, error):
             group = groups[ranks] = process_groups.spanning_group(ranks, sharing[ranks])
-        own = digest, serials[ranks], ranks in overlapping
+        own = digest, serials[ranks], ranks in agreement.overlapping
         answers, error = gather_values(group, own, error, described)
         digests, counted, overlaps = zip(*answers)
         if any(overlaps):
-            overlapping.add(ranks)
+            agreement.overlapping.add(ranks)
         # All ranks see the same digests, so all of them or none compare their fields.
         if error is None and len(set(digests)) > 1:
             everyone, error = gather_values(group, list(shared), None, described)
@@ -169,13 +181,13 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
     for derived in (False, True):
         for rank, others in zip(ranks[1:], everyone[1:], strict=True):
             for one, another in zip(first, others, strict=False):
-                for (field, value), (_, other) in zip(one.fields, another.fields):
-                    if (field in DERIVED) == derived and other != value:
+                for (name, value), (_, other) in zip(one.fields, another.fields):
+                    if (name in DERIVED) == derived and other != value:
                         advice = _ONE_GRID if derived else _SAME_PARAMETERS
-                        if field == "LOCAL_WORLD_SIZE":
+                        if name == "LOCAL_WORLD_SIZE":
                             advice = _ONE_NODE_SIZE
                         return (
-                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank "
+                            f"ranks disagree about {one.description}: {name} is {value} on rank {ranks[0]} and {other} on rank "
                             f"{rank}. {advice}"
                         )
             if len(others) != len(first):

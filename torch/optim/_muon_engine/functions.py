@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
 from .factory import lent, READER, STEP
-from .layouts import dtensor
 from .layouts.layout import Layout, matrix_shape
+from .layouts.local import is_dtensor, like_param, local_part
 from .runtime.executor import Executor, Progress
 from .runtime.memory import Memory
 from .runtime.params import Param, StepInputs
@@ -49,8 +49,11 @@ class FunctionExchange(InFlight):
         self.param = param
         self.owner = step.owners.get(param.key.index, step.rank)
         self._step = step
+        self.relays = ()
         # This rank's piece of the tensor to orthogonalize, and then of the update.
         self.piece: Any = None
+        # The shape of this rank's part of the parameter.
+        self.local_shape: tuple[int, ...] = ()
         # What ``gather_fn`` returned, and the update of this shape.
         self.whole: Any = None
         self.update: Tensor | None = None
@@ -70,9 +73,8 @@ class FunctionExchange(InFlight):
 
     def start_scatter(self) -> None:
         self.piece = self._call("redistribute_fn", self.update)
-
-    def pack_relays(self) -> None:
-        """There are no relays to pack."""
+        # Here, before anything of it or of later parameters moves.
+        self.piece = self._step.checked_piece(self)
 
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
@@ -92,8 +94,8 @@ class FunctionStep:
     Ranks that share parameters go through them in one order: ascending, but experts last and by their ids.
     """
 
-    # This rank raises its own problem after all calls, because the other ranks wait for them.
-    awaits_statuses = False
+    # There are no statuses to read.
+    is_unread = False
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
@@ -104,6 +106,9 @@ class FunctionStep:
         for layout in engine.schedule.layouts:
             self.layouts[layout.key.index].append(layout)
         self.progress = Progress()
+        # Whether this rank raises its own problem before all calls. It raises that of a gradient after them, because
+        # the other ranks wait for them.
+        self.awaits_statuses = False
         self._exchanges: list[FunctionExchange] = []
         self._executor = self._make_executor()
 
@@ -134,6 +139,8 @@ class FunctionStep:
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Has no side channel, so nobody hears if ranks differ."""
+        # Nothing moves with momentum that cannot be used.
+        self.awaits_statuses = inputs.has_unusable_momentum
         return ""
 
     def mismatch(self) -> str:
@@ -142,8 +149,7 @@ class FunctionStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader
-        self.progress.now = "placement of the gradients", self.engine.ordered
-        inputs.place_gradients(self.engine.ordered)
+        inputs.place(self.progress)
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
@@ -166,10 +172,11 @@ class FunctionStep:
         if gradient is None:
             piece = torch.zeros_like(momentum)
         else:
-            (piece,) = inputs.formulas[param.group].prepare([momentum], [gradient])
+            (piece,) = inputs.formulas[param.group].blend([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
-        bucket.piece = dtensor.like_param(param.tensor, piece)
+        bucket.piece = like_param(param.tensor, piece)
+        bucket.local_shape = tuple(of_param.local.shape)
 
     def compute(
         self, bucket: FunctionExchange, batch: None, inputs: StepInputs
@@ -184,22 +191,18 @@ class FunctionStep:
             bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
             return
         # Some versions gather uneven shards into a view of padded memory.
-        whole = dtensor.local_part(whole).contiguous()
+        whole = local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.update_of(matrix))
         bucket.update = update
 
-    def clear_absent(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
-        """The update of a parameter without a gradient is not applied, so it needs no zeros."""
-
     def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
         """Applies this rank's piece of the update."""
         param, of_param = bucket.param, inputs.params[bucket.param.key.index]
-        piece = self._checked_piece(bucket, of_param.local)
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]
-            self._apply(bucket, piece, inputs)
+            self._apply(bucket, bucket.piece, inputs)
         # The next parameters need the memory.
         bucket.clear()
 
@@ -208,8 +211,10 @@ class FunctionStep:
     ) -> None:
         """There are no relays to apply."""
 
-    def _checked_piece(self, bucket: FunctionExchange, local: Tensor) -> Tensor:
-        """This rank's piece of the update, of the shape of the parameter's ``local`` part."""
+    def checked_piece(self, bucket: FunctionExchange) -> Tensor:
+        """This rank's piece of the update as a plain tensor. Raises RuntimeError if ``redistribute_fn`` returned something
+        else.
+        """
         piece, update, param = bucket.piece, bucket.update, bucket.param
         # Only once, because reading a value waits for an accelerator.
         is_same = piece is update and self.engine.steps == 1
@@ -220,9 +225,9 @@ class FunctionStep:
                     f"owner, rank {bucket.owner}, updates it, so replicas diverge: broadcast the update",
                     stacklevel=2,
                 )
-        kind, shape = type(piece).__name__, tuple(local.shape)
+        kind, shape = type(piece).__name__, bucket.local_shape
         if isinstance(piece, Tensor):
-            piece = dtensor.local_part(piece)
+            piece = local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
         if not isinstance(piece, Tensor) or piece.shape != shape:
             raise RuntimeError(
@@ -233,7 +238,7 @@ class FunctionStep:
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
         owner, param = self.owners[index], self.engine.params[index]
-        local = dtensor.local_part(param.tensor)
+        local = local_part(param.tensor)
         if update is None or update.shape != shape:
             if owner == self.rank:
                 given = "None" if update is None else tuple(update.shape)
@@ -261,14 +266,14 @@ class FunctionStep:
         for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(local_param), region.of_local(update)
-                formulas.apply([local], [part], layout.full_shape)
+                inputs.apply(param.group, layout.full_shape, [local], [part])
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)
             cut = formulas.matrices
             for local, part in zip(cut(local_param), cut(update)):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
-                formulas.apply([local], [part], joined)
+                inputs.apply(param.group, joined, [local], [part])
 
     def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
@@ -276,7 +281,7 @@ class FunctionStep:
             return bucket.whole.shape
         param, index = bucket.param, bucket.param.key.index
         shapes = self.config.state.get("global_shapes", {})
-        if index not in shapes and not dtensor.is_dtensor(param.tensor):
+        if index not in shapes and not is_dtensor(param.tensor):
             warnings.warn(
                 f"gather_fn returned None for {param.described}, so the shape of the local tensor scales the learning "
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",

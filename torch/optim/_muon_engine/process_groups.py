@@ -1,10 +1,10 @@
-"""The process group over a matrix's holders, and what ranks tell each other through the store."""
+"""Process groups: the one over a matrix's holders, and what ranks know of theirs."""
 
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,15 +20,8 @@ Ranks = tuple[int, ...]
 # One dict per default group: a new world starts without groups and counts. A group outlives the optimizers
 # that asked for it, because backends free their resources only with the default group.
 _worlds = WeakIdKeyDictionary()
-# Seconds that ranks wait for a reason after a failed collective.
-PATIENCE = 5.0
-_GONE = KeyError, RuntimeError, ValueError
 # Those of this rank's own device, whichever call they surface in.
 OWN_ERRORS = torch.OutOfMemoryError, torch.AcceleratorError
-_MISSING = (
-    "Ranks {} did not come to this step(), or no longer run. Under DDP's join(), all must make equally many steps. If a "
-    "GradScaler skipped the step on them because of an inf, use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
-)
 
 
 def group_ranks(group: ProcessGroup) -> Ranks:
@@ -61,7 +54,8 @@ def process_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _of_world(kind: str) -> dict[Any, Any]:
+def of_world(kind: str) -> dict[Any, Any]:
+    """A dict that lives as long as the default group."""
     world = dist.group.WORLD
     if world is None:
         return {}
@@ -76,14 +70,16 @@ def spanning_group(
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
-    candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
+    candidates = sorted({*candidates}, key=_description_and_name)
     backend = dist.get_backend_config(candidates[0] if candidates else None)
+    existing = list(candidates)
     # The default group may have another backend, for other devices.
-    is_alike = dist.get_backend_config() == backend
-    for group in [*candidates, *[distributed_c10d._get_default_group()] * is_alike]:
+    if dist.get_backend_config() == backend:
+        existing.append(distributed_c10d._get_default_group())
+    for group in existing:
         if group_ranks(group) == ranks:
             return group
-    made = _of_world("groups")
+    made = of_world("groups")
     # A user who recovers from a failure makes new groups, and must not get a broken one from here.
     key = ranks, backend, tuple(sorted(group.group_name for group in candidates))
     if key not in made or made[key] not in distributed_c10d._world.pg_map:
@@ -99,6 +95,10 @@ def spanning_group(
     return made[key]
 
 
+def _description_and_name(group: ProcessGroup) -> tuple[str, str]:
+    return group.group_desc, group.group_name
+
+
 @contextmanager
 def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     """Lets the members of a group make it without the other ranks. While the default group is bound to a
@@ -111,9 +111,9 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     world.bound_device_id = None
     if not hasattr(c10d, "_local_sync_group_name"):
         # It only grows: the store keeps what the members of a destroyed group wrote.
-        calls = _of_world("calls")
+        calls = of_world("calls")
         calls[ranks] = calls.get(ranks, 0) + 1
-        name = f"muon_{_short(ranks)}_{calls[ranks]}"
+        name = f"muon_{short_name(ranks)}_{calls[ranks]}"
         c10d._process_group_name = lambda *args, **kwargs: name
     try:
         yield
@@ -131,15 +131,19 @@ class Counters:
 
 def counters_of(ranks: Ranks) -> Counters:
     """The counters that all optimizers over ``ranks`` share. The first call makes them."""
-    return _of_world("counters").setdefault(ranks, Counters())
+    return of_world("counters").setdefault(ranks, Counters())
 
 
 def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
     """The longest timeout among ``groups``; None, the default, if they have none."""
-    backends = [g._get_backend(device) for g in groups for device in g._device_types]
-    options = [getattr(backend, "options", None) for backend in backends]
-    timeouts = [getattr(of_backend, "_timeout", None) for of_backend in options]
-    return max((t for t in timeouts if t is not None), default=None)
+    timeouts: list[timedelta] = []
+    for group in groups:
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            timeout = getattr(options, "_timeout", None)
+            if timeout is not None:
+                timeouts.append(timeout)
+    return max(timeouts, default=None)
 
 
 def ranks_per_node() -> int:
@@ -165,100 +169,6 @@ def is_dry_run() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _missing(key: str, ranks: Sequence[int]) -> list[int]:
-    """Those of ``ranks`` that :func:`_check_in` has not counted."""
-    return [rank for rank in ranks if not _store().check([f"{key}/{rank}"])]
-
-
-def _check_in(key: str) -> int:
-    """Counts this rank at ``key``. Returns how many ranks are there."""
-    _store().set(f"{key}/{dist.get_rank()}", "=")
-    return _store().add(key, 1)
-
-
-def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
-    """Waits over the store until all of ``ranks`` have come to ``name``. A collective would pair up with
-    whichever collective the other ranks start next. A counter in the store pairs up with nothing. A
-    RuntimeError names the ranks that did not come within ``timeout``.
-    """
-    if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
-        return
-    store, me, met = _store(), dist.get_rank(), _of_world("met")
-    key = f"muon/met/{_short(ranks)}/{name}/{met.get((ranks, name), 0)}"
-    if _check_in(key) == len(ranks):
-        store.set(f"{key}/all", "=")
-    try:
-        store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
-    except RuntimeError as error:
-        missing = _missing(key, ranks)
-        # Otherwise a later rendezvous would count this rank as present.
-        store.delete_key(f"{key}/{me}")
-        store.add(key, -1)
-        raise RuntimeError(
-            f"rank {me} found changed parameters in step() and timed out waiting for ranks {missing}, which share "
-            "parameters with it, to change them too. All of these ranks must make the change before the same step()"
-        ) from error
-    met[ranks, name] = met.get((ranks, name), 0) + 1
-
-
-class FailureNotes:
-    """The reasons for a failed step, which the ranks of each group leave and look up in the store. A group
-    itself cannot carry them after a failure. Each rank makes a few requests, whatever the number of ranks; only
-    the first rank to fail looks for each of the others. By its serial number among those over the ranks of a
-    group, an optimizer tells its failure from another one's.
-    """
-
-    def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:
-        self._keys = {
-            r: f"muon/failed/{_short(r)}/{n}/{step}" for r, n in serials.items()
-        }
-
-    def leave(self, reason: str) -> None:
-        """Tells the ranks that wait for this one why it does not complete the step."""
-        with suppress(*_GONE):
-            for key in self._keys.values():
-                # A value of the store must not be empty.
-                text = f"=Rank {dist.get_rank()} reports: {reason}"
-                _store().set(f"{key}/answer", text)
-
-    def take_back(self) -> None:
-        """Deletes the notes again: this rank does complete the step."""
-        with suppress(*_GONE):
-            for key in self._keys.values():
-                _store().delete_key(f"{key}/answer")
-
-    def read(self) -> str:
-        """A reason that a rank has left; "" if none has."""
-        with suppress(*_GONE):
-            for key in self._keys.values():
-                if _store().check([f"{key}/answer"]):
-                    return _store().get(f"{key}/answer").decode()[1:]
-        return ""
-
-    def wait_for_reason(self, among: Sequence[int]) -> str:
-        """After a failed collective of the ranks ``among``: another rank's reason, or which ranks are missing.
-        The first rank to come looks for the missing ranks, and tells the others.
-        """
-        groups = [ranks for ranks in self._keys if set(among) <= set(ranks)]
-        with suppress(*_GONE, IndexError):
-            ranks, store = groups[0], _store()
-            key = self._keys[ranks]
-            answer, count = f"{key}/answer", _check_in(key)
-            if count == len(ranks) and not store.check([answer]):
-                store.set(answer, "=")
-            try:
-                store.wait([answer], timedelta(seconds=PATIENCE + (count > 1)))
-            except RuntimeError:
-                if count > 1:
-                    return ""
-                store.set(answer, "=" + _MISSING.format(_missing(key, ranks)))
-            return store.get(answer).decode()[1:]
-        return ""
-
-
-def _store() -> dist.Store:
-    return distributed_c10d._get_default_store()
-
-
-def _short(ranks: Ranks) -> str:
+def short_name(ranks: Ranks) -> str:
+    """A name of a set of ranks, of one length."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..._muon_split import Split
-from .layout import Layout, Region, Regions, Shards
+from .layout import Layout, ONE_BLOCK, Region, Regions, Shards
 
 
 def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:
@@ -12,8 +12,9 @@ def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:
     problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
+    first_sub = layout.key.sub * len(fused.sizes)
     for place, part in enumerate(_parts(layout, fused)):
-        key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + place)
+        key = layout.key._replace(sub=first_sub + place)
         yield replace(part, key=key)
 
 
@@ -24,8 +25,13 @@ def divide(layout: Layout, owners: int) -> Iterator[Layout]:
         yield layout
         return
     rows, columns = layout.shape
-    dim, long = (0, rows) if rows > columns else (1, columns)
-    sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
+    long = max(rows, columns)
+    dim = 0 if rows > columns else 1
+    sizes: list[int] = []
+    for place in range(count):
+        start = long * place // count
+        end = long * (place + 1) // count
+        sizes.append(end - start)
     # Blocks are cut like the parts of a fused weight.
     for place, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
         key = layout.key._replace(block=(place, count))
@@ -34,61 +40,92 @@ def divide(layout: Layout, owners: int) -> Iterator[Layout]:
 
 def _parts(layout: Layout, split: Split) -> Iterator[Layout]:
     """Each part, under the key of the layout."""
-    (rows, columns), shards = layout.shape, layout.shards
+    shards = layout.shards
     if split not in shards.parts:
-        # Replicas share one tuple of regions, and its parts.
-        parts = {regions: _regions(regions, split) for regions in shards.regions}
-        by_part = zip(*(parts[regions] for regions in shards.regions), strict=True)
-        ranks, sums = shards.ranks, shards.contributions
-        shards.parts[split] = [Shards(ranks, part, sums) for part in by_part]
-    for size, part in zip(split.sizes, shards.parts[split], strict=True):
+        shards.parts[split] = _shards_of_parts(shards, split)
+    rows, columns = layout.shape
+    for size, of_part in zip(split.sizes, shards.parts[split], strict=True):
         lines = size * split.repeats
         shape = (rows, lines) if split.dim else (lines, columns)
-        yield replace(layout, shape=shape, shards=part)
+        yield replace(layout, shape=shape, shards=of_part)
 
 
-def _regions(regions: Regions, split: Split) -> list[Regions]:
+def _shards_of_parts(shards: Shards, split: Split) -> list[Shards]:
+    # Replicas share one tuple of regions, and its parts.
+    cut: dict[Regions, list[Regions]] = {}
+    for regions in shards.regions:
+        if regions not in cut:
+            cut[regions] = _regions_of_parts(regions, split)
+    of_parts: list[Shards] = []
+    for place in range(len(split.sizes)):
+        regions_of_ranks = tuple(cut[regions][place] for regions in shards.regions)
+        part = Shards(shards.ranks, regions_of_ranks, shards.contributions)
+        of_parts.append(part)
+    return of_parts
+
+
+def _regions_of_parts(regions: Regions, split: Split) -> list[Regions]:
     """For each part, the rectangles of ``regions`` in it, by the rows and columns of the part."""
-    parts: list[Regions] = []
-    period, offset, dim = sum(split.sizes), 0, split.dim
+    of_parts: list[Regions] = []
+    offset = 0
     for size in split.sizes:
         inside: list[Region] = []
         for region in regions:
-            start, extent = region.span(dim)
-            # The part's lines before the region's first line, and before its end.
-            first, last = (
-                at // period * size + min(max(at % period - offset, 0), size)
-                for at in (start, start + extent)
-            )
-            if split.repeats == 1:
-                part = region.shifted(dim, -offset)
-            else:
-                # The whole part, of which the region has these lines.
-                unit = region.stride if dim == 0 else 1
-                part = region.shifted(dim, -start, size * split.repeats)._replace(
-                    offset=region.offset + (offset - start) * unit,
-                    repeat=(dim, split.repeats, period * unit),
-                )
-            inside += _lines(part, dim, first, last)
-        parts.append(tuple(inside))
+            inside += _region_in_part(region, split, offset, size)
+        of_parts.append(tuple(inside))
         offset += size
-    return parts
+    return of_parts
 
 
-def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:
-    """The part's rows or columns ``first`` to ``last`` of a region: at most a tail, whole blocks and a head."""
-    along, count, apart = region.repeat
-    start, extent = region.span(dim)
-    size = extent // (count if along == dim else 1)
-    while first < last:
-        block, inside = divmod(first - start, size)
-        blocks = 1 if inside else max(1, (last - first) // size)
-        end = min(last, start + (block + blocks) * size)
-        offset = block * apart + inside * (region.stride if dim == 0 else 1)
-        repeat = region.repeat
-        if along == dim:
-            repeat = (dim, blocks, apart) if blocks > 1 else (0, 1, 0)
-        yield region.shifted(dim, first - start, end - first)._replace(
-            offset=region.offset + offset, repeat=repeat
+def _region_in_part(
+    region: Region, split: Split, offset: int, size: int
+) -> Iterator[Region]:
+    """The rectangles of ``region`` in the part that has ``size`` lines from line ``offset`` of each repetition."""
+    period = sum(split.sizes)
+    start, extent = region.span(split.dim)
+
+    def lines_before(line: int) -> int:
+        """How many of the part's lines come before a line of the fused weight."""
+        repetitions, inside = divmod(line, period)
+        return repetitions * size + min(max(inside - offset, 0), size)
+
+    if split.repeats == 1:
+        part = region.shifted(split.dim, -offset)
+    else:
+        # The whole part, of which the region has some lines.
+        apart = _line_apart(region, split.dim)
+        whole = region.shifted(split.dim, -start, size * split.repeats)
+        part = whole._replace(
+            offset=region.offset + (offset - start) * apart,
+            repeat=(split.dim, split.repeats, period * apart),
         )
-        first = end
+    first = lines_before(start)
+    end = lines_before(start + extent)
+    return _lines(part, split.dim, first, end)
+
+
+def _line_apart(region: Region, dim: int) -> int:
+    """The elements of the local tensor from a row (dim 0) or column (dim 1) to the next one."""
+    return region.stride if dim == 0 else 1
+
+
+def _lines(region: Region, dim: int, first: int, end: int) -> Iterator[Region]:
+    """The part's rows or columns from ``first`` to before ``end``: at most a tail, whole blocks and a head."""
+    repeat_dim, count, apart = region.repeat
+    start, extent = region.span(dim)
+    size = extent
+    if repeat_dim == dim:
+        size = extent // count
+    while first < end:
+        block, inside = divmod(first - start, size)
+        blocks = 1
+        if not inside:
+            blocks = max(1, (end - first) // size)
+        stop = min(end, start + (block + blocks) * size)
+        repeat = region.repeat
+        if repeat_dim == dim:
+            repeat = (dim, blocks, apart) if blocks > 1 else ONE_BLOCK
+        lines = region.shifted(dim, first - start, stop - first)
+        offset = block * apart + inside * _line_apart(region, dim)
+        yield lines._replace(offset=region.offset + offset, repeat=repeat)
+        first = stop

@@ -1,28 +1,43 @@
-"""DTensors: where their shards are, and this rank's part of them; a plain tensor is its own local part."""
+"""Where the shards of DTensors are, by their placements."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain, product
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..process_groups import current_device, device_of_group, process_rank, Ranks
 from .layout import Key, Layout, matrix_shape, Region, Regions, Shards
+from .local import gradient_dtype, is_frozen
 
 
 # Ranks that share a matrix -> the framework's groups among them.
 Sharing = dict[Ranks, list[ProcessGroup]]
 # Consecutive indices: the first one of each run, and how many.
 Runs = tuple[tuple[int, int], ...]
+
+
+class _Held(NamedTuple):
+    """A rank's part of a tensor: matrices of a stack, and rows and columns of each of them."""
+
+    subs: Runs
+    rows: Runs
+    columns: Runs
+
+
+class _DimCut(NamedTuple):
+    """A mesh dimension that cuts a dimension of a tensor, and its placement."""
+
+    mesh_dim: int
+    placement: Any
 
 
 class DTensorLayouts:
@@ -38,26 +53,34 @@ class DTensorLayouts:
         """The layouts of the matrices of ``tensor`` of which this rank has a part, or ``everywhere`` of all.
         Raises ValueError for an unknown placement, a mesh without this rank, or a local tensor of another size.
         """
-        mesh, rank, local = tensor.device_mesh, process_rank(), tensor._local_tensor
+        mesh, placements = tensor.device_mesh, tensor.placements
+        rank = process_rank()
+        local = tensor._local_tensor
         try:
             shards_of = self._shards_of(tensor, flatten, everywhere)
-            own = [shards for shards in shards_of.values() if rank in shards.ranks]
-            if sum(shards.numel_of(rank) for shards in own) != local.numel():
+            numel = 0
+            for shards in shards_of.values():
+                if rank in shards.ranks:
+                    numel += shards.numel_of(rank)
+            if numel != local.numel():
                 raise ValueError(
                     f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
                 )
         except ValueError as problem:
             raise ValueError(
-                f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}: {problem}"
+                f"{key.describe(tensor.shape)}, placements {placements} on {mesh}: {problem}"
             ) from None
-        placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        placement = (
+            f"placements {tuple(map(str, placements))} on mesh {tuple(mesh.shape)}"
+        )
         shape = matrix_shape(tensor.shape, flatten)
         dtype = gradient_dtype(tensor) or tensor.dtype
         frozen = is_frozen(tensor)
-        return [
-            Layout(key._replace(sub=sub), shape, dtype, shards, placement, frozen)
-            for sub, shards in shards_of.items()
-        ]
+        layouts: list[Layout] = []
+        for sub, shards in shards_of.items():
+            matrix_key = key._replace(sub=sub)
+            layouts.append(Layout(matrix_key, shape, dtype, shards, placement, frozen))
+        return layouts
 
     def _shards_of(
         self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
@@ -68,40 +91,63 @@ class DTensorLayouts:
             raise ValueError(
                 "this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
-        memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
-        if memo not in self._shards:
-            ranks, contributions = mesh.mesh.flatten().tolist(), _contributions(tensor)
-            by_rank = _matrices_by_rank(tensor, flatten)
-            subs = by_rank[ranks.index(process_rank())].keys()
-            if everywhere:
-                subs = sorted(set().union(*by_rank))
-            shards = self._shards[memo] = {}
-            for sub in subs:
-                holders = [at for at, matrices in enumerate(by_rank) if sub in matrices]
-                regions = tuple(by_rank[at][sub] for at in holders)
-                of_sum = tuple(contributions[at] for at in holders if contributions)
-                members = tuple(ranks[at] for at in holders)
-                shards[sub] = Shards(members, regions, of_sum)
-        return self._shards[memo]
+        depends_on = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
+        if depends_on not in self._shards:
+            self._shards[depends_on] = _calculated_shards(tensor, flatten, everywhere)
+        return self._shards[depends_on]
 
     def sharing(self, params: Sequence[Tensor], flat: Collection[int] = ()) -> Sharing:
         """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot
         read. Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
         """
         shared: Sharing = {}
-        of_mesh: dict[DeviceMesh, list[ProcessGroup]] = {}
-        meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
-        for mesh in dict.fromkeys(m for m in meshes if m.get_coordinate()):
-            of_mesh[mesh] = shared.setdefault(mesh_ranks(mesh), [])
-            of_mesh[mesh] += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
-        for index, stack in enumerate(params):
-            if not isinstance(stack, DTensor) or stack.ndim < 3 or index in flat:
+        # Meshes over the same ranks have one list.
+        groups_of: dict[DeviceMesh, list[ProcessGroup]] = {}
+        stacks: list[DTensor] = []
+        for index, param in enumerate(params):
+            if not isinstance(param, DTensor):
                 continue
+            mesh = param.device_mesh
+            if mesh not in groups_of and mesh.get_coordinate():
+                groups = shared.setdefault(mesh_ranks(mesh), [])
+                groups += mesh.get_all_groups()
+                groups += _flattened_groups(mesh)
+                groups_of[mesh] = groups
+            if param.ndim > 2 and index not in flat:
+                stacks.append(param)
+        for stack in stacks:
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.holders, list(of_mesh[stack.device_mesh]))
+                    groups = groups_of[stack.device_mesh]
+                    shared.setdefault(shards.holders, list(groups))
         return shared
+
+
+def _calculated_shards(
+    tensor: DTensor, flatten: bool, everywhere: bool
+) -> dict[int, Shards]:
+    """Matrix in the tensor -> its shards: the matrices of this rank, or ``everywhere`` of all."""
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    contributions = _contributions(tensor)
+    by_rank = _matrices_by_rank(tensor, flatten)
+    subs: Collection[int] = by_rank[ranks.index(process_rank())].keys()
+    if everywhere:
+        subs = sorted(set().union(*by_rank))
+    shards: dict[int, Shards] = {}
+    for sub in subs:
+        holders: list[int] = []
+        regions: list[Regions] = []
+        of_holders: list[int] = []
+        for place, matrices in enumerate(by_rank):
+            if sub not in matrices:
+                continue
+            holders.append(ranks[place])
+            regions.append(matrices[sub])
+            if contributions:
+                of_holders.append(contributions[place])
+        shards[sub] = Shards(tuple(holders), tuple(regions), tuple(of_holders))
+    return shards
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
@@ -114,19 +160,27 @@ def device_of(
     params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
 ) -> torch.device:
     """The device of the communication buffers of the ranks that share ``params``, in ``groups`` of theirs."""
-    dtensors = [param for param in params if isinstance(param, DTensor)]
-    meshes = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
-    if len(meshes) > 1:
+    # Device type of a mesh -> the device of a local tensor.
+    local_devices: dict[str, torch.device] = {}
+    for param in params:
+        if isinstance(param, DTensor):
+            device_type = param.device_mesh.device_type
+            local_devices[device_type] = param._local_tensor.device
+    if len(local_devices) > 1:
         raise ValueError(
-            f"the parameters are on meshes of different device types: {sorted(meshes)}; give each type its own Muon"
+            f"the parameters are on meshes of different device types: {sorted(local_devices)}; give each type its own Muon"
         )
-    device = params[0].device if len(params) else torch.device("cpu")
-    for kind, local in meshes.items():
-        # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
-        device = local if local.type == kind else current_device(kind)
+    device = torch.device("cpu")
+    if len(params):
+        device = params[0].device
+    for device_type, local_device in local_devices.items():
+        device = local_device
+        if local_device.type != device_type:
+            # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
+            device = current_device(device_type)
     for group in groups:
-        kinds = [torch.device(kind).type for kind in group._device_types]
-        if device.type in ("cpu", "meta") and device.type not in kinds:
+        device_types = [torch.device(kind).type for kind in group._device_types]
+        if device.type in ("cpu", "meta") and device.type not in device_types:
             # Parameters on the CPU or on meta, in a group of accelerators only.
             return device_of_group(group)
     return device
@@ -134,276 +188,100 @@ def device_of(
 
 def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     """The groups of meshes that were flattened out of the same root as ``mesh``."""
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    flattened = getattr(root, "_flatten_mapping", {}).values()
-    return [flat.get_group() for flat in flattened if flat.get_coordinate() is not None]
-
-
-def cut_out(
-    layouts: Sequence[Layout], full: Tensor, like: Tensor, owner: int = -1
-) -> Tensor:
-    """This rank's shards of ``full``, placed like ``like``; of a sum, those of ``owner``'s contribution."""
-    rank, part = process_rank(), local_part(like)
-    local = full.new_zeros(part.shape, device=part.device)
-    for layout in (l for l in layouts if rank in l.shards.ranks):
-        shards = layout.shards
-        taker = shards.contribution_of(owner) if owner in layout.holders else 0
-        for region in shards.of(rank) if shards.contribution_of(rank) == taker else ():
-            matrix = full.reshape(-1, *layout.shape)[layout.key.sub]
-            region.of_local(local).copy_(region.of_matrix(matrix))
-    return like_param(like, local)
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The storage behind ``tensor`` on this rank, to be read or written in place."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    # A functional collective's result is a wrapper until its first use waits for it.
-    local = local.wait() if hasattr(local, "wait") else local
-    return local.detach() if local.requires_grad else local
-
-
-def is_frozen(param: Tensor) -> bool:
-    """Whether a Parameter takes no gradients. It does not depend on ``grad``, which ranks may differ in."""
-    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
-
-
-def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """The dtype of the gradients of ``param``, and of its momentum; None if they may have any."""
-    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
-    return param.grad_dtype if param.is_leaf else param.dtype
-
-
-def traits_of(param: Tensor) -> tuple:
-    """The properties from which the layout of ``param`` is read, for a later comparison. The first one says whether
-    it is frozen.
-    """
-    # Only a contiguous parameter can be flattened.
-    own = param.shape, param.dtype, param.device, param.is_contiguous()
-    # A Parameter that takes no gradients. It does not depend on ``grad``, which ranks may differ in.
-    frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
-    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
-    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
-    if isinstance(param, DTensor):
-        local = param._local_tensor
-        placed = local.shape, local.device, param.device_mesh, param.placements
-        return frozen, grad_dtype, *own, *placed
-    return frozen, grad_dtype, *own
-
-
-def tp_mark_of(param: Tensor) -> int | None:
-    """The dimension along which a framework says that TP cuts ``param``; -1 for none."""
-    for mark in ("tp_dim", "partition_dim"):
-        dim = getattr(param, mark, None)
-        if isinstance(dim, int):
-            return max(dim, -1)
-    return None
-
-
-def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad`` on this rank, with the placement of ``param`` and of ``dtype``. Changing the placement is the
-    framework's collective, which every rank of the mesh must join. The contributions to a sum may have one
-    replicated gradient, that of the sum. The first one takes it.
-    """
-    takes = True
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        if grad.placements != param.placements:
-            placements = list(param.placements)
-            coordinate = param.device_mesh.get_coordinate() or ()
-            for dim, placement in enumerate(grad.placements):
-                if placements[dim].is_partial() and not placement.is_partial():
-                    placements[dim] = Replicate()
-                    takes = takes and coordinate[dim] == 0
-            grad = grad.redistribute(param.device_mesh, placements)
-    local = local_part(grad).to(dtype)
-    return local if takes else torch.zeros_like(local)
-
-
-def problem_with(param: Tensor, grad: Tensor) -> str:
-    """Why ``grad`` cannot be used for ``param``; "" if it can."""
-    if grad.layout != torch.strided:
-        return "Muon does not support sparse gradients"
-    if isinstance(param, DTensor) != isinstance(grad, DTensor):
-        return _difference("is a DTensor", is_dtensor(param), is_dtensor(grad))
-    if param.is_complex() != grad.is_complex():
-        return _difference("is complex", param.is_complex(), grad.is_complex())
-    if param.shape != grad.shape:
-        return _difference("has shape", tuple(param.shape), tuple(grad.shape))
-    local, local_grad = param, grad
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        mesh, other = param.device_mesh, grad.device_mesh
-        if mesh is not other and mesh != other:
-            return _difference("is on the mesh", mesh, other)
-        if param.placements != grad.placements:
-            # It is brought to the parameter's placements.
-            problem = _problem_with_move(grad, param.placements)
-            return problem and f"its gradient's {problem}"
-        local, local_grad = param._local_tensor, grad._local_tensor
-    if local.device != local_grad.device:
-        return _difference("is on", local.device, local_grad.device)
-    if local.shape != local_grad.shape:
-        shapes = tuple(local.shape), tuple(local_grad.shape)
-        return _difference("here has shape", *shapes)
-    return ""
-
-
-def _difference(words: str, value: Any, other: Any) -> str:
-    return f"the parameter {words} {value}, but its gradient {other}"
-
-
-def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
-    """Why DTensor cannot bring ``tensor`` to ``placements``; "" if it can."""
-    for dim, (old, new) in enumerate(zip(tensor.placements, placements)):
-        sums = old.is_partial() and (new.is_partial() or new.is_replicate())
-        if old == new or old.is_replicate() or sums:
-            continue
-        with unset_fake_temporarily():
-            ascends = bool((tensor.device_mesh.mesh.diff(dim=dim) > 0).all())
-        if not ascends:
-            return (
-                f"placements {tensor.placements} cannot become {tuple(placements)}: the mesh's ranks do not ascend, so DTensor's "
-                "redistribute() would mix up the shards. Make the mesh of ascending ranks"
-            )
-    return ""
-
-
-def like_param(param: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a tensor of the kind and placement of ``param``, without communication."""
-    if not isinstance(param, DTensor):
-        return local
-    # DTensor.from_local() would move an offloaded one to the mesh's device.
-    meta = TensorMeta(param.shape, param.stride(), local.dtype)
-    spec = DTensorSpec(param.device_mesh, param.placements, meta)
-    return DTensor(local, spec, requires_grad=False)
-
-
-def placed_like(param: Tensor, buffer: Tensor) -> bool:
-    """Whether the two have one shape and, if they are DTensors, one placement."""
-    if param.shape != buffer.shape:
-        return False
-    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
-        # Comparing two meshes takes longer.
-        is_on_mesh = param.device_mesh is buffer.device_mesh
-        is_on_mesh = is_on_mesh or param.device_mesh == buffer.device_mesh
-        return is_on_mesh and param.placements == buffer.placements
-    return isinstance(param, DTensor) == isinstance(buffer, DTensor)
-
-
-def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
-    """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
-    if grad_dtype is not None and buffer.dtype != grad_dtype:
-        return False
-    return param.device == buffer.device and placed_like(param, buffer)
-
-
-def fitting_momentum(
-    param: Tensor, buffer: Any, dtype: torch.dtype | None = None
-) -> Tensor:
-    """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
-    ranks must make this call, because a change of the placement is a collective. Raises TypeError or ValueError if
-    that is not possible.
-    """
-    if not isinstance(buffer, Tensor):
-        raise TypeError(
-            f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
-        )
-    if buffer.is_meta and not param.is_meta:
-        raise ValueError(
-            "the momentum buffer has no data, because it is on the meta device; delete it or load it"
-        )
-    if not placed_like(param, buffer):
-        buffer = _placed(param, buffer)
-    if not fits(param, buffer, dtype):
-        moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
-        buffer = like_param(param, moved)
-    return buffer
-
-
-def _placed(param: Tensor, buffer: Tensor) -> Tensor:
-    """A momentum ``buffer`` of another placement, placed like ``param``."""
-    if param.shape != buffer.shape:
-        raise ValueError(
-            f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
-        )
-    if isinstance(buffer, DTensor):
-        mesh = buffer.device_mesh
-        near: Any = param if getattr(param, "device_mesh", None) == mesh else None
-        placements = [Replicate()] * mesh.ndim if near is None else near.placements
-        problem = _problem_with_move(buffer, placements)
-        if problem:
-            raise ValueError(f"the momentum buffer: {problem}")
-        buffer = buffer.redistribute(mesh, placements).to_local()
-        if near is not None:
-            # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix
-            # would keep the whole matrix alive, and cannot be saved.
-            own = buffer.clone(memory_format=torch.contiguous_format)
-            return like_param(param, own)
-    if not isinstance(param, DTensor):
-        return buffer
-    return cut_out(DTensorLayouts().of(Key(0), param), buffer, param)
+    root = mesh
+    if hasattr(mesh, "_get_root_mesh"):
+        root = mesh._get_root_mesh()
+    groups: list[ProcessGroup] = []
+    for flattened in getattr(root, "_flatten_mapping", {}).values():
+        if flattened.get_coordinate() is not None:
+            groups.append(flattened.get_group())
+    return groups
 
 
 def _contributions(tensor: DTensor) -> tuple[int, ...]:
     """For each rank of the flattened mesh, its coordinate along the Partial dimensions, flattened."""
-    shape, placements = tensor.device_mesh.shape, tensor.placements
-    partial = [p.is_partial() for p in placements]
-    if not any(partial):
+    # The size of each Partial dimension, and 1 for the others.
+    sizes: list[int] = []
+    shape = tensor.device_mesh.shape
+    for size, placement in zip(shape, tensor.placements):
+        if placement.is_partial() and not placement.is_partial("sum"):
+            raise ValueError(
+                "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
+            )
+        sizes.append(size if placement.is_partial() else 1)
+    if not any(placement.is_partial() for placement in tensor.placements):
         return ()
-    if any(p.is_partial() and not p.is_partial("sum") for p in placements):
-        raise ValueError(
-            "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
-        )
-    sizes = [n if is_partial else 1 for n, is_partial in zip(shape, partial)]
     terms = torch.arange(math.prod(sizes), device="cpu").view(sizes)
     return tuple(terms.expand(shape).flatten().tolist())
 
 
 def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
     """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions."""
+    dims = range(tensor.ndim)
     # The dimension of the rows. Those before it number the matrices of a stack, those after it are columns.
-    first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
-    axes = dims[:first], dims[first : first + 1], dims[first + 1 :]
-    by_rank = list(zip(*(_runs_by_rank(axis, tensor) for axis in axes)))
-    matrices: dict[tuple[Runs, ...], dict[int, Regions]] = {}
-    for runs in set(by_rank):
-        subs, rows, columns = runs
-        stored = chain.from_iterable(range(start, start + n) for start, n in subs)
-        matrices[runs] = {m: _regions(rows, columns, n) for n, m in enumerate(stored)}
-    return [matrices[runs] for runs in by_rank]
+    row_dim = 0 if flatten else tensor.ndim - 2
+    subs = _runs_by_rank(dims[:row_dim], tensor)
+    rows = _runs_by_rank(dims[row_dim : row_dim + 1], tensor)
+    columns = _runs_by_rank(dims[row_dim + 1 :], tensor)
+    by_rank: list[dict[int, Regions]] = []
+    # Replicas share one dict.
+    matrices_of: dict[_Held, dict[int, Regions]] = {}
+    for held in map(_Held, subs, rows, columns):
+        if held not in matrices_of:
+            matrices_of[held] = _matrices(held)
+        by_rank.append(matrices_of[held])
+    return by_rank
+
+
+def _matrices(held: _Held) -> dict[int, Regions]:
+    """The matrices that a rank holds, in the order of its storage, and their regions."""
+    regions: dict[int, Regions] = {}
+    for start, count in held.subs:
+        for sub in range(start, start + count):
+            place = len(regions)
+            regions[sub] = _regions(held.rows, held.columns, place)
+    return regions
 
 
 def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
     """For each rank of the flattened mesh, the row-major indices that it holds along ``dims`` of a tensor. The
     placements themselves cut an index tensor, because they know the rules for uneven and strided shards.
     """
-    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    mesh_sizes = tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
-    indices_at = {(): torch.arange(math.prod(shape), device="cpu").view(shape)}
-    cuts = [cut for dim in dims for cut in _order_of_cuts(placements, sizes, dim)]
+    indices = torch.arange(math.prod(shape), device="cpu").view(shape)
+    cuts: list[_DimCut] = []
+    for dim in dims:
+        cuts += _order_of_cuts(tensor.placements, mesh_sizes, dim)
+    # Coordinates along the mesh dimensions that have cut so far -> the indices there.
+    pieces: dict[tuple[int, ...], Tensor] = {(): indices}
     for mesh_dim, placement in cuts:
-        finer = {}
-        for at, indices in indices_at.items():
+        finer: dict[tuple[int, ...], Tensor] = {}
+        for coordinates, piece in pieces.items():
             parts, _ = placement._split_tensor(
-                indices, sizes[mesh_dim], with_padding=False, contiguous=False
+                piece, mesh_sizes[mesh_dim], with_padding=False, contiguous=False
             )
-            finer |= {(*at, i): part for i, part in enumerate(parts)}
-        indices_at = finer
-    runs = {at: _runs(indices.flatten()) for at, indices in indices_at.items()}
-    coordinates = product(*map(range, sizes))
-    return [runs[tuple(at[mesh_dim] for mesh_dim, _ in cuts)] for at in coordinates]
+            for coordinate, part in enumerate(parts):
+                finer[(*coordinates, coordinate)] = part
+        pieces = finer
+    runs_of: dict[tuple[int, ...], Runs] = {}
+    for coordinates, piece in pieces.items():
+        runs_of[coordinates] = _runs(piece.flatten())
+    by_rank: list[Runs] = []
+    for of_rank in product(*map(range, mesh_sizes)):
+        coordinates = tuple(of_rank[mesh_dim] for mesh_dim, _ in cuts)
+        by_rank.append(runs_of[coordinates])
+    return by_rank
 
 
 def _order_of_cuts(
     placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int
-) -> list[tuple[int, Any]]:
+) -> list[_DimCut]:
     """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements. A strided
     shard whose split factor is the number of pieces of the dimensions to its right (FSDP over TP) cuts each of
     their pieces after them, which for uneven sizes differs from cutting strides.
     """
-    order: list[tuple[int, Any]] = []
+    order: list[_DimCut] = []
     pieces = 1
     for mesh_dim, placement in reversed([*enumerate(placements)]):
         if placement.is_replicate() or placement.is_partial():
@@ -413,30 +291,36 @@ def _order_of_cuts(
         if placement.dim != dim:
             continue
         if pieces > 1 and getattr(placement, "split_factor", 0) == pieces:
-            order.append((mesh_dim, Shard(dim)))
+            order.append(_DimCut(mesh_dim, Shard(dim)))
         else:
-            order.insert(0, (mesh_dim, placement))
+            order.insert(0, _DimCut(mesh_dim, placement))
         pieces *= sizes[mesh_dim]
     return order
 
 
 def _runs(indices: Tensor) -> Runs:
+    """The runs of ascending ``indices``."""
     if not indices.numel():
         return ()
-    starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
+    is_start = indices.diff() != 1
+    starts = [0, *is_start.nonzero().flatten().add(1).tolist()]
     ends = [*starts[1:], len(indices)]
-    firsts = indices[starts].tolist()
-    return tuple((v, e - s) for v, s, e in zip(firsts, starts, ends))
+    runs: list[tuple[int, int]] = []
+    for index, start, end in zip(indices[starts].tolist(), starts, ends):
+        runs.append((index, end - start))
+    return tuple(runs)
 
 
 def _regions(rows: Runs, columns: Runs, place: int) -> Regions:
     """The regions of the ``place``-th matrix that a rank holds."""
     stride = sum(width for _, width in columns)
-    regions, offset = [], place * stride * sum(height for _, height in rows)
+    all_rows = sum(height for _, height in rows)
+    regions: list[Region] = []
+    offset = place * stride * all_rows
     for row, height in rows:
-        at = offset
+        offset_in_row = offset
         for column, width in columns:
-            regions.append(Region(row, column, height, width, at, stride))
-            at += width
+            regions.append(Region(row, column, height, width, offset_in_row, stride))
+            offset_in_row += width
         offset += height * stride
     return tuple(regions)

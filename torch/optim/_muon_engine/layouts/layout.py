@@ -6,12 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..process_groups import Ranks
+
+
+# The ``repeat`` of a rectangle that is one block.
+ONE_BLOCK = (0, 1, 0)
 
 
 class Region(NamedTuple):
@@ -27,7 +32,7 @@ class Region(NamedTuple):
     width: int
     offset: int
     stride: int
-    repeat: tuple[int, int, int] = (0, 1, 0)
+    repeat: tuple[int, int, int] = ONE_BLOCK
 
     @property
     def numel(self) -> int:
@@ -35,12 +40,15 @@ class Region(NamedTuple):
 
     def span(self, dim: int) -> tuple[int, int]:
         """The first row (dim 0) or column (dim 1), and how many there are."""
-        return (self.column, self.width) if dim else (self.row, self.height)
+        if dim:
+            return self.column, self.width
+        return self.row, self.height
 
     def shifted(self, dim: int, by: int, extent: int | None = None) -> "Region":
         """This rectangle ``by`` rows (dim 0) or columns (dim 1) further on, of ``extent`` of them."""
         start, size = self.span(dim)
-        size = size if extent is None else extent
+        if extent is not None:
+            size = extent
         if dim:
             return self._replace(column=start + by, width=size)
         return self._replace(row=start + by, height=size)
@@ -48,13 +56,16 @@ class Region(NamedTuple):
     def in_blocks(self, view: Tensor) -> Tensor:
         """A ``view`` of shape (height, width), with one more dimension for several blocks."""
         dim, count, _ = self.repeat
-        return view if count == 1 else view.unflatten(dim, (count, -1))
+        if count == 1:
+            return view
+        return view.unflatten(dim, (count, -1))
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix`` that is this rectangle; of three dimensions for several blocks."""
         if matrix.shape != (self.height, self.width):
             rows = slice(self.row, self.row + self.height)
-            matrix = matrix[rows, self.column : self.column + self.width]
+            columns = slice(self.column, self.column + self.width)
+            matrix = matrix[rows, columns]
         return self.in_blocks(matrix)
 
     def of_local(self, local: Tensor) -> Tensor:
@@ -62,30 +73,37 @@ class Region(NamedTuple):
         dim, count, apart = self.repeat
         if count == 1 and local.shape == (self.height, self.width):
             return local
-        sizes, steps = [self.height, self.width], [self.stride, 1]
+        sizes = [self.height, self.width]
+        steps = [self.stride, 1]
         if count > 1:
             sizes[dim : dim + 1] = count, sizes[dim] // count
             steps.insert(dim, apart)
-        last = self.offset + sum((n - 1) * step for n, step in zip(sizes, steps))
+        last = self.offset
+        for size, step in zip(sizes, steps):
+            last += (size - 1) * step
         if local.ndim > 2 and local.numel():
-            at, offset = divmod(self.offset, local[0].numel())
-            if last < (at + 1) * local[0].numel():
-                return self._replace(offset=offset).of_local(local[at])
+            numel = local[0].numel()
+            matrix, offset = divmod(self.offset, numel)
+            if last < (matrix + 1) * numel:
+                return self._replace(offset=offset).of_local(local[matrix])
         if last >= local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}, which its layout was read from"
             )
         # A gradient may have any strides. One may have been expanded.
         if local.ndim == 2 and local.shape[1] == self.stride:
-            row, column = local.stride()
+            row_stride, column_stride = local.stride()
         else:
-            column = local.view(-1).stride(0)
-            row = column * self.stride
-        start, *strides = (
-            step // self.stride * row + step % self.stride * column
-            for step in (self.offset, *steps)
-        )
-        return local.as_strided(sizes, strides, local.storage_offset() + start)
+            column_stride = local.view(-1).stride(0)
+            row_stride = column_stride * self.stride
+
+        def in_storage(step: int) -> int:
+            rows, columns = divmod(step, self.stride)
+            return rows * row_stride + columns * column_stride
+
+        start = local.storage_offset() + in_storage(self.offset)
+        strides = [in_storage(step) for step in steps]
+        return local.as_strided(sizes, strides, start)
 
 
 Regions = tuple[Region, ...]
@@ -105,19 +123,26 @@ class Key(NamedTuple):
 
     @property
     def short(self) -> str:
-        name = self.name if self.name is not None else f"parameter {self.index}"
-        name += f"[{self.sub}]" if self.sub else ""
+        text = f"parameter {self.index}" if self.name is None else self.name
+        if self.sub:
+            text += f"[{self.sub}]"
         place, count = self.block
-        return f"{name} {place + 1}/{count}" if count > 1 else name
+        if count > 1:
+            text += f" {place + 1}/{count}"
+        return text
 
     def describe(self, shape: tuple[int, ...]) -> str:
         """The matrix in words, with the ``shape`` of the tensor that is meant."""
         text = f"parameter {self.index}"
-        text += f" {self.name!r}" if self.name is not None else ""
-        text += f", its matrix {self.sub}," if self.sub else ""
-        text += f", expert {self.expert}," if self.expert is not None else ""
+        if self.name is not None:
+            text += f" {self.name!r}"
+        if self.sub:
+            text += f", its matrix {self.sub},"
+        if self.expert is not None:
+            text += f", expert {self.expert},"
         place, count = self.block
-        text += f", block {place + 1} of {count}," if count > 1 else ""
+        if count > 1:
+            text += f", block {place + 1} of {count},"
         return f"{text} of shape {tuple(shape)}"
 
 
@@ -150,28 +175,37 @@ class Shards:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        return tuple(sum(r.numel for r in regions) for regions in self.regions)
+        numels: list[int] = []
+        for regions in self.regions:
+            numels.append(sum(region.numel for region in regions))
+        return tuple(numels)
 
     @cached_property
     def replica_sets(self) -> tuple[Ranks, ...]:
         """The ranks that store one (contribution, shard), for each distinct one, in the order of ``ranks``."""
         sets: dict[tuple[int, Regions], list[int]] = {}
         contributions = self.contributions or itertools.repeat(0)
-        for rank, of_sum, shard in zip(self.ranks, contributions, self.regions):
-            sets.setdefault((of_sum, shard), []).append(rank)
+        for rank, contribution, shard in zip(self.ranks, contributions, self.regions):
+            sets.setdefault((contribution, shard), []).append(rank)
         return tuple(map(tuple, sets.values()))
 
     @cached_property
     def most_replicas(self) -> int:
         """The largest number of replicas of a shard that is not empty."""
-        stored = (ranks for ranks in self.replica_sets if not self.is_empty(ranks[0]))
-        return max(map(len, stored), default=0)
+        most = 0
+        for ranks in self.replica_sets:
+            if not self.is_empty(ranks[0]):
+                most = max(most, len(ranks))
+        return most
 
     @cached_property
     def _replicas(self) -> dict[int, tuple[Ranks, int]]:
         """Rank -> the replicas of its shard, and its place among them."""
-        sets = self.replica_sets
-        return {rank: (ranks, n) for ranks in sets for n, rank in enumerate(ranks)}
+        replicas: dict[int, tuple[Ranks, int]] = {}
+        for ranks in self.replica_sets:
+            for place, rank in enumerate(ranks):
+                replicas[rank] = ranks, place
+        return replicas
 
     @cached_property
     def digest(self) -> str:
@@ -194,16 +228,20 @@ class Shards:
         return self.numels[self._place[rank]]
 
     def contribution_of(self, rank: int) -> int:
-        return self.contributions[self._place[rank]] if self.contributions else 0
+        if not self.contributions:
+            return 0
+        return self.contributions[self._place[rank]]
 
     def replicas_of(self, rank: int) -> Ranks:
-        return self._replicas[rank][0]
+        replicas, _ = self._replicas[rank]
+        return replicas
 
     def source(self, rank: int, owner: int) -> int:
         """The rank that exchanges ``rank``'s shard with ``owner``: itself, or another replica of the shard."""
         # The one at the owner's place of its replicas, so that HSDP's shard groups stay together.
-        replicas, (_, place) = self.replicas_of(rank), self._replicas[owner]
-        return replicas[min(place, len(replicas) - 1)]
+        replicas = self.replicas_of(rank)
+        _, place_of_owner = self._replicas[owner]
+        return replicas[min(place_of_owner, len(replicas) - 1)]
 
 
 class Cut(NamedTuple):
@@ -246,7 +284,8 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        return self.shape[0] * self.shape[1]
+        rows, columns = self.shape
+        return rows * columns
 
     @property
     def holders(self) -> Ranks:
@@ -258,7 +297,9 @@ class Layout:
 
 def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
     """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
-    return (shape[0], math.prod(shape[1:])) if flatten else (shape[-2], shape[-1])
+    if flatten:
+        return shape[0], math.prod(shape[1:])
+    return shape[-2], shape[-1]
 
 
 def not_2d(described: str) -> ValueError:
@@ -268,28 +309,41 @@ def not_2d(described: str) -> ValueError:
 
 def check_cover(layout: Layout) -> None:
     """Raises ValueError unless the distinct shards tile the matrix: no gap, no overlap."""
-    shards, (rows, columns) = layout.shards, layout.shape
+    shards = layout.shards
     by_contribution: dict[int, list[Region]] = {}
     for rank, *_ in shards.replica_sets:
-        regions = by_contribution.setdefault(shards.contribution_of(rank), [])
-        regions += (region for region in shards.of(rank) if region.numel)
+        contribution = shards.contribution_of(rank)
+        regions = by_contribution.setdefault(contribution, [])
+        regions += [region for region in shards.of(rank) if region.numel]
     for regions in by_contribution.values():
-        problem, numel = _overlap(regions), sum(region.numel for region in regions)
-        bottom = max((r.row + r.height for r in regions), default=rows)
-        right = max((r.column + r.width for r in regions), default=columns)
-        if not problem and (numel, bottom, right) != (layout.numel, rows, columns):
-            problem = f"its pieces hold {numel} of {layout.numel} elements"
+        problem = _overlap(regions) or _gap(regions, layout.shape)
         if problem:
             raise ValueError(f"{layout.describe()}: {problem} ({layout.placement})")
 
 
-def _overlap(regions: list[Region]) -> str:
+def _gap(regions: Sequence[Region], shape: Shape) -> str:
+    """How many elements ``regions`` without overlaps hold, for an error message; "" if they are those of a matrix."""
+    rows, columns = shape
+    numel = bottom = right = 0
+    for region in regions:
+        numel += region.numel
+        bottom = max(bottom, region.row + region.height)
+        right = max(right, region.column + region.width)
+    # A matrix without elements has no regions.
+    is_inside = not regions or (bottom == rows and right == columns)
+    if is_inside and numel == rows * columns:
+        return ""
+    return f"its pieces hold {numel} of {rows * columns} elements"
+
+
+def _overlap(regions: Sequence[Region]) -> str:
     """Where two of ``regions`` overlap, for an error message; "" if none do."""
+    by_row = sorted(regions)
     # Only those that reach the row where others start can overlap these.
     band: list[Region] = []
-    for top, starting in itertools.groupby(sorted(regions), key=lambda r: r.row):
-        band = [*(r for r in band if r.row + r.height > top), *starting]
-        band.sort(key=lambda r: r.column)
+    for top, starting in itertools.groupby(by_row, key=attrgetter("row")):
+        reaching = [region for region in band if region.row + region.height > top]
+        band = sorted([*reaching, *starting], key=attrgetter("column"))
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
                 bottom = min(left.row + left.height, right.row + right.height)

@@ -12,6 +12,7 @@ from ..._muon_split import Split
 from ..process_groups import process_rank
 from . import dtensor
 from .layout import check_cover, Key, Layout, matrix_shape, not_2d, Region, Shards
+from .local import gradient_dtype, is_frozen
 
 
 class ParamInfo(NamedTuple):
@@ -41,7 +42,7 @@ class Reader(Protocol):
     # Index in the config -> the expert's id.
     experts: Mapping[int, int]
     # By kind, the process groups of the config that have several ranks.
-    shared: Mapping[str, ProcessGroup]
+    shared: dict[str, ProcessGroup]
     dtensors: dtensor.DTensorLayouts
     # Index -> the layouts in a parameter, and a tensor with its type and local shape.
     by_param: dict[int, tuple[list[Layout], Tensor]]
@@ -68,7 +69,7 @@ class DTensorReader:
     def __init__(self) -> None:
         self.sharing: dtensor.Sharing = {}
         self.experts: Mapping[int, int] = {}
-        self.shared: Mapping[str, ProcessGroup] = {}
+        self.shared: dict[str, ProcessGroup] = {}
         self.dtensors = dtensor.DTensorLayouts()
         self.by_param: dict[int, tuple[list[Layout], Tensor]] = {}
         self._infos: Sequence[ParamInfo] = ()
@@ -130,7 +131,7 @@ def whole_layouts(key: Key, tensor: Tensor, flatten: bool) -> list[Layout]:
     """The layouts of the matrices of a plain ``tensor`` that this rank has alone."""
     rows, columns = matrix_shape(tensor.shape, flatten)
     count = 1 if flatten else math.prod(tensor.shape[:-2])
-    dtype = dtensor.gradient_dtype(tensor) or tensor.dtype
+    dtype = gradient_dtype(tensor) or tensor.dtype
     layouts = []
     for sub in range(count):
         region = Region(0, 0, rows, columns, sub * rows * columns, columns)
@@ -143,7 +144,7 @@ def whole_layouts(key: Key, tensor: Tensor, flatten: bool) -> list[Layout]:
                 dtype,
                 shards,
                 placement="no process groups",
-                frozen=dtensor.is_frozen(tensor),
+                frozen=is_frozen(tensor),
             )
         )
     return layouts

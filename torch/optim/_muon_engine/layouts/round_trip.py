@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from ..agreement import all_gather_uneven
 from ..process_groups import spanning_group
 from . import dtensor
+from .fitting import cut_out
 from .layout import Key
+from .local import local_part
 from .reader import Reader
 
 
@@ -44,7 +46,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     # A step's own piece is like the parameter, and as large. It must not outlive the step.
     if not (in_step and tensor.shape == like.shape):
         reader.by_param[index] = layouts, tensor
-    piece, shape = dtensor.local_part(tensor), shape_of(reader, index)
+    piece, shape = local_part(tensor), shape_of(reader, index)
     # The ranks of a mesh may have different matrices of a stack.
     mesh = getattr(tensor, "device_mesh", None)
     ranks = dtensor.mesh_ranks(mesh) if mesh else layouts[0].holders
@@ -83,4 +85,4 @@ def piece(reader: Reader, full: Tensor, index: int, owner: int) -> Tensor:
     if not isinstance(like, DTensor):
         if not layouts or len(layouts[0].holders) == 1:
             return full if full.shape == like.shape else full.reshape(like.shape)
-    return dtensor.cut_out(layouts, full, like, owner)
+    return cut_out(layouts, full, like, owner)

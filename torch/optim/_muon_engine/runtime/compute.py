@@ -1,5 +1,5 @@
 """What Muon does with the buckets of a step: gradients and momentum to packs, whole matrices to updates, updates to
-parameters. The lists and views that it needs are bound when the engine is built.
+parameters. The lists and views that it needs stay the same between steps.
 """
 
 import logging
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .bound import Batch, Binder, BoundBucket, Chunk, Copies, Entry, Pair
+from .binder import Binder
+from .bound import Batch, BoundBucket, Chunk
 from .executor import Progress
 from .matrices import LocalMatrix
 from .params import StepInputs
@@ -19,7 +20,7 @@ log = logging.getLogger("torch.optim.muon")
 
 
 class MuonCompute:
-    """The three phases of a step, in the words of upstream's proposal for executors of optimizer steps. ``groups`` are
+    """The phases of a step, in the words of upstream's proposal for executors of optimizer steps, and what relays add. ``groups`` are
     the parameter groups of the matrices of this ``rank``.
     """
 
@@ -34,7 +35,7 @@ class MuonCompute:
         self._compute_keys: dict[int, Hashable] = {}
         self._bound: Mapping[LocalBucket, BoundBucket] = {}
 
-    def bind(self, formulas: Sequence[Any]) -> bool:
+    def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> bool:
         """Binds the work again if the options of batches have changed. Returns whether they have."""
         keys = {group: formulas[group].compute_key for group in self._groups}
         if keys == self._compute_keys:
@@ -64,11 +65,11 @@ class MuonCompute:
         matrices = batch.matrices
         present: Sequence[int] = range(len(matrices))
         if not inputs.is_complete:
-            present = [at for at in present if matrices[at].is_orthogonalized(inputs)]
+            present = self._present_places(bucket, batch, inputs)
             if not present:
                 return
             if len(present) < len(matrices):
-                batch = _part_of(batch, present)
+                batch = batch.part(present)
                 matrices = [batch.matrices[at] for at in present]
         self.progress.now = "assemble", matrices
         logs = log.isEnabledFor(logging.DEBUG)
@@ -76,42 +77,35 @@ class MuonCompute:
             self._log("orthogonalize", matrices)
         for chunk in batch.own:
             self._blend(chunk, inputs)
-        batch.received.run()
-        for at in batch.sums:
-            if at in present:
-                self._add_contributions(bucket, batch, at, inputs)
+        if batch.received.targets:
+            torch._foreach_copy_(batch.received.targets, batch.received.sources)
+        for place in batch.sums:
+            if place in present:
+                from .sums import add_contributions
+
+                matrix, whole = batch.matrices[place], batch.whole[place]
+                add_contributions(matrix, whole, bucket, self.rank, inputs)
         self.progress.now = "orthogonalize", matrices
         self._orthogonalize(batch, present, inputs)
-        batch.results.run()
+        if batch.results.targets:
+            torch._foreach_copy_(batch.results.targets, batch.results.sources)
         self.progress.now = "apply", matrices
         if logs:
             self._log("apply", matrices)
         self._apply(batch.applied, inputs)
 
-    def clear_absent(self, bucket: LocalBucket, inputs: StepInputs) -> None:
-        """Packs zeros for those matrices of this rank that were not orthogonalized."""
-        if inputs.is_complete:
-            return
-        zeros = [
-            view
-            for matrix in bucket.matrices
-            if matrix.index in self._bound[bucket].results
-            and not matrix.is_orthogonalized(inputs)
-            for view in self._bound[bucket].results[matrix.index]
-        ]
-        if zeros:
-            torch._foreach_zero_(zeros)
-
     def apply_updates(self, bucket: LocalBucket, inputs: StepInputs) -> None:
         """Applies the updates that this rank received."""
-        self._log_received(bucket, bucket.scatter_recv, inputs)
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_received(bucket, bucket.scatter_recv, inputs)
         self._apply(self._bound[bucket].applied, inputs)
 
     def apply_relayed(
         self, bucket: LocalBucket, relay: Any, inputs: StepInputs
     ) -> None:
         """Applies the updates that this rank received over a relay."""
-        self._log_received(relay, relay.packed, inputs)
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_received(relay, relay.packed, inputs)
         self._apply(self._bound[bucket].relayed.get(relay, ()), inputs)
 
     def _blend(self, chunk: Chunk, inputs: StepInputs) -> None:
@@ -130,8 +124,23 @@ class MuonCompute:
             momenta.append(momentum)
             gradients.append(gradient)
         formulas = inputs.formulas[chunk.group]
-        prepared = formulas.prepare(momenta, gradients, chunk.scratch)
-        torch._foreach_copy_(chunk.tensors, prepared)
+        blended = formulas.blend(momenta, gradients, chunk.scratch)
+        torch._foreach_copy_(chunk.tensors, blended)
+
+    def _present_places(
+        self, bucket: LocalBucket, batch: Batch, inputs: StepInputs
+    ) -> list[int]:
+        """The places of the matrices of a batch to orthogonalize. The others send zeros, which nobody applies."""
+        present: list[int] = []
+        unsent: list[torch.Tensor] = []
+        for place, matrix in enumerate(batch.matrices):
+            if matrix.is_orthogonalized(inputs):
+                present.append(place)
+            else:
+                unsent += self._bound[bucket].results[matrix.index]
+        if unsent:
+            torch._foreach_zero_(unsent)
+        return present
 
     def _orthogonalize(
         self, batch: Batch, present: Sequence[int], inputs: StepInputs
@@ -157,27 +166,6 @@ class MuonCompute:
             formulas.orthogonalize(whole, out=whole)
         copy_all([(filler, gap) for gap, filler in moved])
 
-    def _add_contributions(
-        self, bucket: LocalBucket, batch: Batch, place: int, inputs: StepInputs
-    ) -> None:
-        """Adds the contributions to a sum in the order of their ranks, whoever owns the matrix."""
-        matrix, out = batch.matrices[place], batch.whole[place]
-        layout, shards = matrix.layout, matrix.layout.shards
-        total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
-        contributions = [
-            (shards.contribution_of(rank), region, view)
-            for rank, region, view in bucket.gather_recv.of(matrix.index)
-        ]
-        momentum = inputs.params[matrix.param_index].momentum
-        for region in matrix.sent:
-            prepared = torch.empty_like(region.of_local(momentum))
-            entry = Entry(matrix, region, prepared)
-            self._blend(Chunk(matrix.group, layout.shape, [entry], [prepared]), inputs)
-            contributions.append((shards.contribution_of(self.rank), region, prepared))
-        for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):
-            region.of_matrix(total).add_(tensor.to(total.device))
-        out.copy_(total)
-
     def _apply(self, chunks: Sequence[Chunk], inputs: StepInputs) -> None:
         """Decays regions of parameters, and updates those that have an update."""
         for chunk in chunks:
@@ -196,7 +184,7 @@ class MuonCompute:
                 updates = tensors
                 if device != tensors[0].device:
                     updates = [update.to(device) for update in tensors]
-            inputs.formulas[chunk.group].apply(local, updates, chunk.shape)
+            inputs.apply(chunk.group, chunk.shape, local, updates)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
         for matrix in matrices:
@@ -207,37 +195,8 @@ class MuonCompute:
         self, flight: InFlight, received: Any, inputs: StepInputs
     ) -> None:
         """Logs the updates of other owners' matrices that have come, or that this rank has no element of."""
-        if not log.isEnabledFor(logging.DEBUG):
-            return
         for matrix in flight.matrices:
             if matrix.owner == self.rank or not matrix.applies(inputs):
                 continue
             if received.of(matrix.index) or not matrix.shard:
                 self._log("apply", [matrix])
-
-
-def _part_of(batch: Batch, present: Sequence[int]) -> Batch:
-    """``batch``, with the work on the matrices at some of its places."""
-    indices = {batch.matrices[place].index for place in present}
-
-    def chunks(bound: Sequence[Chunk]) -> list[Chunk]:
-        found = []
-        for chunk in bound:
-            entries = [
-                entry for entry in chunk.entries if entry.matrix.index in indices
-            ]
-            if entries:
-                tensors = [entry.tensor for entry in entries]
-                found.append(chunk._replace(entries=entries, tensors=tensors))
-        return found
-
-    def copies(bound: Copies) -> Copies:
-        pairs = [Pair(*pair) for pair in zip(*bound) if pair[0].index in indices]
-        return Copies.of(pairs)
-
-    return batch._replace(
-        own=chunks(batch.own),
-        received=copies(batch.received),
-        results=copies(batch.results),
-        applied=chunks(batch.applied),
-    )

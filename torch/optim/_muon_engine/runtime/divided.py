@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..._newton_schulz import _addmm, NS_DTYPE, Products, products_for
+from ..._newton_schulz import NS_DTYPE, Products
+from ..._newton_schulz_variants import products_for
 from ..process_groups import group_ranks, OWN_ERRORS, Ranks
-from ..schedule.packs import Schedule
+from ..schedule.schedule import Schedule
 from .matrices import LocalMatrix
 from .transport import collective_error
 
@@ -38,17 +39,20 @@ class DividedProducts(Products):
         self._run(dist.all_reduce, total)
         return total.sqrt().to(x.dtype)
 
-    def gram(self, x: Tensor) -> Tensor:
-        """The Gram matrix, of shape (short, short), of the whole matrix with a block ``x`` of (short, n)."""
+    def gram(self, x: Tensor, transposed: Tensor) -> Tensor:
+        """The Gram matrix, of shape (short, short), of the whole matrix with a block ``x`` of (short, n) and its
+        ``transposed``.
+        """
         products = products_for(x, "quintic")
-        first, *others = x.chunk(-(-_PARTS // self._count), dim=1)
-        total = products.gram(first).float()
-        for part in others:
-            total += products.gram(part)
+        count = -(-_PARTS // self._count)
+        parts = zip(x.chunk(count, dim=1), transposed.chunk(count, dim=0))
+        total = products.gram(*next(parts)).float()
+        for part in parts:
+            total += products.gram(*part)
         self._run(dist.all_reduce, total)
         return total.to(x.dtype)
 
-    def combine(self, base, left, right, beta, alpha=1) -> Tensor:
+    def combine(self, base, left, right, *, beta, alpha=1) -> Tensor:
         """``beta * base + alpha * left @ right``, all of shape (short, short): some rows on each rank."""
         rows = len(left)
         height = -(-rows // self._count)
@@ -57,7 +61,7 @@ class DividedProducts(Products):
         # Some ranks have fewer rows, and send zeros.
         block = left.new_zeros(height, rows)
         out = block[: own.stop - start]
-        _addmm(base[own], left[own], right, beta, alpha, out)
+        torch.addmm(base[own], left[own], right, beta=beta, alpha=alpha, out=out)
         return self._all_gather(block)[:rows]
 
     def _all_gather(self, rows: Tensor) -> Tensor:
@@ -81,8 +85,9 @@ class DividedProducts(Products):
     def connect(self) -> None:
         """Runs each collective in its size, by which NCCL chooses an algorithm, and connects for it."""
         x = torch.zeros(min(self._matrix.layout.full_shape), 1, device=self._device)
-        gram = self.gram(x.to(NS_DTYPE))
-        self.combine(gram, gram, gram, 1)
+        x = x.to(NS_DTYPE)
+        gram = self.gram(x, x.mT)
+        self.combine(gram, gram, gram, beta=1)
         self.norm(x)
 
 

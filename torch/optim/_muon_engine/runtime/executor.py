@@ -1,8 +1,8 @@
 """One step on this rank: a loop over its operations. It knows buckets and collectives, but no formulas."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,8 +22,6 @@ class Compute(Protocol):
 
     def compute(self, bucket: Any, batch: Any, inputs: Any) -> None: ...
 
-    def clear_absent(self, bucket: Any, inputs: Any) -> None: ...
-
     def apply_updates(self, bucket: Any, inputs: Any) -> None: ...
 
     def apply_relayed(self, bucket: Any, relay: Any, inputs: Any) -> None: ...
@@ -42,6 +40,22 @@ class Progress:
         return f"{phase} of {listed(described)}" if phase else ""
 
 
+class LabelledOperation(NamedTuple):
+    """An operation, what a profiler calls it, and what errors say if it fails."""
+
+    operation: LocalOperation
+    label: str
+    progress: tuple[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, operation: LocalOperation) -> "LabelledOperation":
+        phase = operation.action.value
+        flight = operation.bucket
+        if isinstance(operation.item, InFlight):
+            flight = operation.item
+        return cls(operation, f"Muon {phase}, {flight.name}", (phase, flight.matrices))
+
+
 class Executor:
     """Runs ``operations`` with the functions of ``compute``, over ``memory`` that keeps its addresses.
 
@@ -58,64 +72,47 @@ class Executor:
         self.memory = memory
         self._compute = compute
         self._progress = progress
-        self._operations = [
-            (o, self._flight_of(o), self._label_of(o)) for o in operations
-        ]
+        self._operations = [LabelledOperation.of(o) for o in operations]
 
     def run(self, inputs: Any) -> None:
         """Makes a step."""
-        with self.memory:
-            for operation, flight, label in self._operations:
-                self._progress.now = operation.action.value, flight.matrices
-                with _RecordFunctionFast(label):
-                    self._run(operation, inputs)
-
-    def _run(self, operation: LocalOperation, inputs: Any) -> None:
-        action, bucket, item = operation
-        compute = self._compute
-        if action is Action.GATHER:
-            compute.prepare(bucket, inputs)
-            bucket.start_gather()
-        elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
-            bucket.wait()
-        elif action is Action.ORTHOGONALIZE:
-            compute.compute(bucket, item, inputs)
-        elif action is Action.SCATTER:
-            compute.clear_absent(bucket, inputs)
-            bucket.start_scatter()
-        elif action is Action.APPLY:
-            compute.apply_updates(bucket, inputs)
-            bucket.pack_relays()
-        elif action is Action.RELAY:
-            item.start()
-        elif action is Action.AWAIT_RELAY:
-            item.wait()
-        elif action is Action.APPLY_RELAYED:
-            compute.apply_relayed(bucket, item, inputs)
-
-    @staticmethod
-    def _flight_of(operation: LocalOperation) -> InFlight:
-        is_relay = isinstance(operation.item, InFlight)
-        return operation.item if is_relay else operation.bucket
-
-    def _label_of(self, operation: LocalOperation) -> str:
-        """The name of an operation for a profiler."""
-        return f"Muon {operation.action.value}, {self._flight_of(operation).name}"
+        compute, memory = self._compute, self.memory
+        if memory.frees_between_steps:
+            memory.allocate()
+        for (action, bucket, item), label, progress in self._operations:
+            self._progress.now = progress
+            with _RecordFunctionFast(label):
+                if action is Action.GATHER:
+                    compute.prepare(bucket, inputs)
+                    bucket.start_gather()
+                elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
+                    bucket.wait()
+                elif action is Action.ORTHOGONALIZE:
+                    compute.compute(bucket, item, inputs)
+                elif action is Action.SCATTER:
+                    bucket.start_scatter()
+                elif action is Action.APPLY:
+                    compute.apply_updates(bucket, inputs)
+                    if bucket.relays:
+                        bucket.pack_relays()
+                elif action is Action.RELAY:
+                    item.start()
+                elif action is Action.AWAIT_RELAY:
+                    item.wait()
+                elif action is Action.APPLY_RELAYED:
+                    compute.apply_relayed(bucket, item, inputs)
+        if memory.frees_between_steps:
+            memory.free()
 
 
-@contextmanager
-def drained(flights: Sequence[InFlight]) -> Iterator[None]:
+def drain(flights: Sequence[InFlight]) -> None:
     """After an error, waits for everything in flight."""
-    try:
-        yield
-    except BaseException:
-        for flight in flights:
-            # A wait forgets a collective even if it failed.
-            while flight.works:
-                # The error that led here is the one to report.
-                with suppress(Exception):
-                    flight.wait()
-        raise
+    for flight in flights:
+        # A wait forgets a collective even if it failed.
+        while flight.works:
+            # The error that led here is the one to report.
+            with suppress(Exception):
+                flight.wait()
 
 
 def connect(
@@ -125,9 +122,11 @@ def connect(
     """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
     they first exchange something. With other collectives in flight, ranks may wait for each other.
     """
-    with drained([flight for flight, _ in starts]), memory:
-        for flight, start in starts:
-            start()
-            flight.wait()
-            if memory.device.type != "cpu" and torch.accelerator.is_available():
-                torch.accelerator.synchronize(memory.device)
+    memory.allocate()
+    for flight, start in starts:
+        start()
+        flight.wait()
+        if memory.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize(memory.device)
+    if memory.frees_between_steps:
+        memory.free()

@@ -1,6 +1,6 @@
 """All-to-alls in two levels: with many peers, an element first goes to a rank of the sender's node."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..process_groups import Ranks
-from ..schedule.packs import Schedule
-from .transport import all_to_all, LocalBucket
+from ..schedule.levels import passed_on
+from ..schedule.schedule import Schedule
+from .transport import all_to_all, LocalBucket, Transfer
 
 
 class Levels(NamedTuple):
@@ -25,9 +26,15 @@ class Levels(NamedTuple):
     passed: Sequence[Sequence[int]]
     stream: torch.Stream | None
 
-    def starting(self) -> Callable[..., dist.Work | None]:
-        """A function that starts one such all-to-all, and refers to its temporary memory."""
-        return partial(two_level_all_to_all, levels=self, temporary=[])
+
+class HoldingWork(NamedTuple):
+    """A collective in flight, and the memory that must live until it was waited for."""
+
+    work: dist.Work
+    memory: Sequence[Tensor]
+
+    def wait(self) -> None:
+        self.work.wait()
 
 
 def attach_levels(
@@ -42,11 +49,19 @@ def attach_levels(
     stream = torch.Stream(device) if in_levels and device.type != "cpu" else None
     for local in in_levels:
         node, rail = (groups[ranks] for ranks in local.bucket.node_and_rail(rank))
-        gathered, scattered = schedule.passed_on(local.bucket, rank)
-        local.levels = {
-            "gather": Levels(node, rail, gathered, stream),
-            "scatter": Levels(node, rail, scattered, stream),
-        }
+        gathered, scattered = passed_on(schedule, local.bucket, rank)
+        local.gather = _in_two_levels(
+            local.gather, Levels(node, rail, gathered, stream)
+        )
+        local.scatter = _in_two_levels(
+            local.scatter, Levels(node, rail, scattered, stream)
+        )
+
+
+def _in_two_levels(transfer: Transfer | None, levels: Levels) -> Transfer | None:
+    if transfer is None:
+        return None
+    return transfer._replace(start=partial(two_level_all_to_all, levels=levels))
 
 
 def two_level_all_to_all(
@@ -55,11 +70,9 @@ def two_level_all_to_all(
     recv_sizes: Sequence[int],
     send_sizes: Sequence[int],
     levels: Levels,
-    temporary: list[Tensor],
-) -> dist.Work | None:
+) -> HoldingWork | None:
     """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail. An element first
-    goes to the rank of the sender's node that is on the receiver's rail, for which a CPU waits. ``temporary``
-    gets the memory that must live until the result was waited for.
+    goes to the rank of the sender's node that is on the receiver's rail, for which a CPU waits.
     """
     node, rail, passed, stream = levels
     width, nodes = len(passed), len(passed[0])
@@ -79,10 +92,7 @@ def two_level_all_to_all(
             arriving,
             leaving,
             [sum(row) for row in passed],
-            [
-                sum(sizes_by_rail[at : at + nodes])
-                for at in range(0, len(chunks), nodes)
-            ],
+            _sums(sizes_by_rail, nodes),
             node,
         )
         if first is not None:
@@ -90,19 +100,26 @@ def two_level_all_to_all(
         # One chunk for each rank of the node and rank of the rail; the second all-to-all sends by rail.
         sizes = [size for row in passed for size in row]
         passing = torch.cat(_transposed(arriving.split(sizes), nodes))
-        temporary += [arriving, leaving, passing]
-        return all_to_all(
+        second = all_to_all(
             recv,
             passing,
-            [
-                sum(recv_sizes[at : at + width])
-                for at in range(0, len(recv_sizes), width)
-            ],
+            _sums(recv_sizes, width),
             [sum(column) for column in zip(*passed)],
             rail,
         )
+        if second is None:
+            return None
+        return HoldingWork(second, [arriving, leaving, passing])
 
 
 def _transposed(row_major: Sequence, width: int) -> list:
     """The elements of a table with rows of ``width``, column by column."""
-    return [element for at in range(width) for element in row_major[at::width]]
+    column_major: list = []
+    for column in range(width):
+        column_major += row_major[column::width]
+    return column_major
+
+
+def _sums(sizes: Sequence[int], width: int) -> list[int]:
+    """The sum of each row of a table with rows of ``width``."""
+    return [sum(sizes[at : at + width]) for at in range(0, len(sizes), width)]

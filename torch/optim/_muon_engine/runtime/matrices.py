@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
-from ..schedule.packs import Schedule
+from ..schedule.schedule import Schedule
 from .params import Param, StepInputs
 
 
@@ -34,7 +34,7 @@ class LocalMatrix:
         # The parameter and the matrix in it as it was before it was split or divided: this one has one gradient.
         split, _ = param.form
         parts = max(1, len(split.sizes))
-        self.source_of_gradient = param.key.index, self.layout.key.sub // parts
+        self.gradient_key = param.key.index, self.layout.key.sub // parts
         self.shard = self.layout.shards.of(rank)
         # Whether this rank stores an element of the matrix, and so knows whether there is a gradient. With
         # ``matrices_of``, an element of any matrix that has the same gradient.
@@ -79,7 +79,7 @@ def matrices_of(
         for index in bucket.matrices if rank in bucket.ranks else ():
             param = by_index[schedule.layouts[index].key.index]
             matrices[index] = LocalMatrix(schedule, index, param, rank)
-    known = {m.source_of_gradient for m in matrices.values() if m.knows_gradient}
+    known = {m.gradient_key for m in matrices.values() if m.knows_gradient}
     for matrix in matrices.values():
-        matrix.knows_gradient = matrix.source_of_gradient in known
+        matrix.knows_gradient = matrix.gradient_key in known
     return matrices

@@ -8,12 +8,13 @@ from torch import Tensor
 
 class Memory:
     """Bytes for packs and for whole matrices. Unless ``keep``, they take a device's memory in a step only (MPS
-    cannot): entering this object allocates their storages, and leaving it frees them, as FSDP2 does. Views stay valid.
+    cannot): :meth:`allocate` and :meth:`free` resize their storages, as FSDP2 does. Views stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
         self.device = device
-        self._is_freed = device.type not in ("cpu", "mps") and not keep
+        # Whether it is freed between steps.
+        self.frees_between_steps = device.type not in ("cpu", "mps") and not keep
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         # Memory of CPUs that one matrix after another uses, by dtype.
         self._scratch: dict[Any, Tensor] = {}
@@ -44,12 +45,13 @@ class Memory:
         self.reserve(numel, dtype)
         return self._scratch[dtype][:numel]
 
-    def __enter__(self) -> None:
+    def allocate(self) -> None:
+        """Takes the memory of a step."""
         for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 
-    def __exit__(self, error: object, *traceback: object) -> None:
-        # A collective that failed may still write.
-        for storage, _ in self._storages if self._is_freed and error is None else ():
+    def free(self) -> None:
+        """Frees the memory of a step that has ended. After a failure, collectives may still write to it."""
+        for storage, _ in self._storages:
             storage.resize_(0)

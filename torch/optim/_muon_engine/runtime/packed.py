@@ -6,25 +6,25 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from ..agreement import Agreement
 from ..process_groups import Ranks
 from ..schedule.order import local_order, LocalWork, Phase, step_order
-from ..schedule.packs import Schedule, slots_for
-from .bound import Binder
+from ..schedule.packs import slots_for
+from ..schedule.schedule import Schedule
+from .binder import Binder
 from .compute import MuonCompute
-from .executor import connect, drained, Executor, Progress
+from .executor import connect, drain, Executor, Progress
 from .matrices import matrices_of
 from .memory import Memory
 from .params import Param, StepInputs
 from .statuses import side_channel
-from .transport import InFlight, local_buckets
+from .transport import InFlight, local_buckets, LocalBucket
 
 
 class PackedStep:
     """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
 
-    ``params`` are in the order of their indices, and ``ordered`` has them in the order of all ranks. ``groups`` has
-    the process group of each set of ranks; None for this rank alone. ``serials`` has the number of this optimizer
-    among those over the same ranks, and ``overlapping`` those ranks that overlap others without containing them.
+    ``params`` are in the order of their indices, and ``ordered`` has them in the order of all ranks.
     """
 
     def __init__(
@@ -32,9 +32,7 @@ class PackedStep:
         schedule: Schedule,
         params: Sequence[Param],
         ordered: Sequence[Param],
-        groups: Mapping[Ranks, ProcessGroup | None],
-        serials: Mapping[Ranks, int],
-        overlapping: set[Ranks],
+        agreement: Agreement,
         *,
         rank: int,
         device: torch.device,
@@ -45,40 +43,40 @@ class PackedStep:
         self.memory = Memory(device, keeps_buffers)
         self.progress = Progress()
         self._ordered = ordered
+        groups = agreement.groups
         matrices = matrices_of(schedule, params, rank)
-        by_index = local_buckets(
+        # This rank's buckets, by their index in the schedule.
+        self._by_index = local_buckets(
             schedule, matrices, rank, groups, self.memory, slots_for(prefetch_count)
         )
-        self.buckets = list(by_index.values())
+        self.buckets = list(self._by_index.values())
         # What follows asks the matrices and buckets for what is attached here.
         self._attach(schedule, matrices.values(), groups, rank)
-        self.side_channel = side_channel(
-            list(matrices.values()), groups, serials, overlapping, device
-        )
-        self._shared_matrices = [
-            matrix
-            for statuses in self.side_channel.statuses
-            for matrix in statuses.matrices
-        ]
+        self.side_channel = side_channel(list(matrices.values()), agreement, device)
+        # All that may have collectives in flight.
+        self._flights: list[InFlight] = [*self.side_channel.statuses, *self.buckets]
+        for bucket in self.buckets:
+            self._flights += bucket.relays
         # The group of each bucket, and the order of all ranks.
         self._ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
-        is_debugging = schedule.one_owner_at_a_time and prefetch_count == 0
-        self._order = step_order(self._ranks_of_buckets, prefetch_count, is_debugging)
-        # This rank's buckets, by their index in the schedule.
-        self._by_index = by_index
-        in_order_of_gathers = [
-            by_index[operation.bucket]
-            for operation in self._order
-            if operation.phase is Phase.GATHER and operation.bucket in by_index
-        ]
-        binder = Binder(in_order_of_gathers, params, rank, self.memory)
+        self._order = step_order(
+            self._ranks_of_buckets,
+            prefetch_count,
+            one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
+        )
+        binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
         groups_of_params = {matrix.group for matrix in matrices.values()}
         self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
         self._executor: Any = None
-        formulas = {param.group: param.formulas for param in params}
-        self._bind(
-            [formulas.get(group) for group in range(max(formulas, default=-1) + 1)]
-        )
+        self._bind({param.group: param.formulas for param in params})
+
+    def _in_order_of_gathers(self) -> list[LocalBucket]:
+        """This rank's buckets as their gathers follow each other."""
+        in_order: list[LocalBucket] = []
+        for phase, index in self._order:
+            if phase is Phase.GATHER and index in self._by_index:
+                in_order.append(self._by_index[index])
+        return in_order
 
     def _attach(
         self,
@@ -112,24 +110,29 @@ class PackedStep:
         return str(self.progress)
 
     @property
-    def _flights(self) -> list[InFlight]:
-        relays = [relay for bucket in self.buckets for relay in bucket.relays]
-        return [*self.side_channel.statuses, *self.buckets, *relays]
+    def is_unread(self) -> bool:
+        """Whether nobody has asked how ranks differed in the last step."""
+        return self.side_channel.is_unread
 
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
-        self.progress.now = "statuses", self._shared_matrices
-        with drained(self._flights):
+        self.progress.now = "statuses", self.side_channel.matrices
+        try:
             return self.side_channel.share(step, inputs)
+        except BaseException:
+            drain(self._flights)
+            raise
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
-        with drained(self._flights):
+        try:
             self._bind(inputs.formulas)
-            self.progress.now = "placement of the gradients", self._ordered
-            inputs.place_gradients(self._ordered)
+            inputs.place(self.progress)
             self._executor.run(inputs)
             self.side_channel.finish(inputs)
+        except BaseException:
+            drain(self._flights)
+            raise
         self.progress.now = "", ()
 
     def mismatch(self) -> str:
@@ -149,10 +152,16 @@ class PackedStep:
             for matrix in bucket.matrices:
                 if matrix.products is not None:
                     starts.append((bucket, matrix.products.connect))
-        connect(starts, self.memory)
+        try:
+            connect(starts, self.memory)
+        except BaseException:
+            drain(self._flights)
+            raise
 
-    def _bind(self, formulas: Sequence[Any]) -> None:
-        """Makes this rank's list of operations, if the batches are different from those of the last step."""
+    def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
+        """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``
+        are those of each parameter group.
+        """
         if not self.compute.bind(formulas) and self._executor is not None:
             return
         work_of = {}

@@ -1,13 +1,21 @@
 """An optimizer's parameters on this rank, and what a step knows of them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts import dtensor
+from ..layouts import fitting
 from ..layouts.layout import Key
+from ..layouts.local import (
+    is_dtensor,
+    like_param,
+    local_part,
+    traits_of,
+    usual_parts,
+)
 
 
 class Param:
@@ -28,96 +36,186 @@ class Param:
         # How it becomes matrices: ``split`` and ``flatten``.
         self.form = formulas.form
         # The properties that the layout is read from. Every step compares them.
-        self.traits = dtensor.traits_of(tensor)
+        self.traits = traits_of(tensor)
         # Whether it took no gradients when the engine was built, and the dtype of the gradients that it takes.
-        self.frozen: bool = self.traits[0]
-        self.grad_dtype: torch.dtype | None = self.traits[1]
+        self.frozen = self.traits.frozen
+        self.grad_dtype = self.traits.grad_dtype
         # A DTensor does not see writes to its local tensor.
-        self.is_dtensor = dtensor.is_dtensor(tensor)
+        self.is_dtensor = is_dtensor(tensor)
 
     @property
     def described(self) -> str:
         return self.key.describe(self.tensor.shape)
 
 
+@dataclass
+class Lineage:
+    """The parameters that an engine has seen, by which it finds those that take the places of others."""
+
+    # As a step or a checkpoint saw them last.
+    seen: Sequence[Param]
+    # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
+    config_indices: dict[Tensor, int]
+
+
 class ParamInputs:
     """A parameter's tensors in one step: this rank's parts of the parameter, of its momentum and of its gradient."""
 
-    __slots__ = ("gradient", "local", "momentum", "param", "problem", "user_gradient")
+    __slots__ = (
+        "gradient",
+        "local",
+        "misfit",
+        "momentum",
+        "param",
+        "problem",
+        "user_gradient",
+    )
 
     def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
-        """Makes a missing momentum buffer in ``state``, and replaces one that does not fit."""
-        tensor = param.tensor
-        # Why the momentum or the gradient cannot be used.
-        self.problem = ""
-        dtype = param.grad_dtype
-        if dtype is None and gradient is not None:
-            # Gradients may have any dtype, which the momentum takes.
-            dtype = gradient.dtype
-        buffer = state.get("momentum_buffer")
-        if buffer is None:
-            buffer = state["momentum_buffer"] = _new_momentum(tensor, dtype)
-        elif not isinstance(buffer, Tensor) or not dtensor.fits(tensor, buffer, dtype):
-            try:
-                buffer = dtensor.fitting_momentum(tensor, buffer, dtype)
-                state["momentum_buffer"] = buffer
-            except (TypeError, ValueError) as error:
-                # The other ranks wait for this one, so they must hear of it first.
-                self.problem = str(error)
-                buffer = _new_momentum(tensor, dtype)
+        """Makes a missing momentum buffer in ``state``."""
         self.param = param
-        self.local = dtensor.local_part(tensor)
-        self.momentum = dtensor.local_part(buffer)
         # As the user set it.
         self.user_gradient = gradient
-        # This rank's part, placed like the parameter; None until ``place_gradients``.
+        # Why the momentum or the gradient cannot be used.
+        self.problem = ""
+        # The momentum in the state, if it does not fit the parameter.
+        self.misfit: Any = None
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = state["momentum_buffer"] = self._new_momentum()
+        parts = usual_parts(param.tensor, buffer, gradient, param.grad_dtype)
+        if parts is not None:
+            self.local, self.momentum, self.gradient = parts
+        else:
+            self._take_others(buffer, state)
+
+    def _take_others(self, buffer: Any, state: Any) -> None:
+        """Takes a parameter whose momentum or gradient does not fit it, or whose tensors are of other types."""
+        tensor, gradient = self.param.tensor, self.user_gradient
+        dtype = self._momentum_dtype
+        self.local = local_part(tensor)
+        # None until ``place``.
         self.gradient: Tensor | None = None
+        if not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
+            # The other ranks wait for this one, so they must hear of a problem first.
+            self.problem = fitting.problem_with_momentum(tensor, buffer)
+            self.misfit = buffer
+            # A step that moves nothing does not read it.
+            buffer = self._new_momentum()
+        self.momentum = local_part(buffer)
         if gradient is not None and not self.problem:
-            self.problem = dtensor.problem_with(tensor, gradient)
+            self.problem = fitting.problem_with(tensor, gradient)
 
+    @property
+    def moves(self) -> int:
+        """A digest of the placements that collectives of DTensor's must change; 0 for none."""
+        return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
 
-def _new_momentum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    local = dtensor.local_part(tensor)
-    zeros = torch.zeros_like(local, dtype=dtype or tensor.dtype)
-    return dtensor.like_param(tensor, zeros)
+    @property
+    def _momentum_dtype(self) -> torch.dtype | None:
+        """The dtype that the momentum must have; None for any."""
+        if self.param.grad_dtype is None and self.user_gradient is not None:
+            # Gradients may have any dtype, which the momentum takes.
+            return self.user_gradient.dtype
+        return self.param.grad_dtype
+
+    def _new_momentum(self) -> Tensor:
+        tensor = self.param.tensor
+        dtype = self._momentum_dtype or tensor.dtype
+        return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
+
+    def place(self, state: Any, flatten: bool) -> None:
+        """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
+        one dtype. The momentum goes to ``state``. To ``flatten`` them, they must be contiguous.
+        """
+        if self.misfit is not None:
+            buffer = fitting.fitting_momentum(
+                self.param.tensor, self.misfit, self._momentum_dtype
+            )
+            state["momentum_buffer"] = buffer
+            self.momentum = local_part(buffer)
+        if self.gradient is None and self.user_gradient is not None:
+            self.gradient = fitting.local_gradient(
+                self.param.tensor, self.user_gradient, self.momentum.dtype
+            )
+        if not flatten:
+            return
+        if self.gradient is not None:
+            self.gradient = self.gradient.contiguous()
+        if not self.momentum.is_contiguous():
+            # A user may put it back in channels_last.
+            self.momentum = self.momentum.contiguous()
+            state["momentum_buffer"] = like_param(self.param.tensor, self.momentum)
 
 
 class StepInputs:
-    """The values of one step: the hyperparameters of each parameter group, and each parameter's tensors."""
+    """The values of one step: the hyperparameters of each parameter group, and each parameter's tensors.
+
+    ``ordered`` has the parameters in the order of all ranks, ``states`` their states, and ``gradients`` the gradient
+    of each parameter by its index (default: its ``grad``).
+    """
 
     def __init__(
-        self, formulas: Sequence[Any], params: Sequence[ParamInputs | None]
+        self,
+        formulas: Sequence[Any],
+        ordered: Sequence[Param],
+        states: Mapping[Tensor, Any],
+        gradients: Sequence[Tensor | None] | None = None,
     ) -> None:
         # A MuonFormulas for each parameter group.
         self.formulas = formulas
         # A ParamInputs by the index of each parameter; None for a frozen one.
-        self.params: Sequence[Any] = params
-        self.trained = [of_param for of_param in params if of_param is not None]
+        self.params: list[Any] = [None] * len(ordered)
         self.problems: list[str] = []
-        # Whether every parameter has a gradient that can be used.
-        self.is_complete = True
-        for of_param in self.trained:
-            if of_param.user_gradient is None:
-                self.is_complete = False
-            if of_param.problem:
-                self.is_complete = False
-                problem = f"{of_param.param.described}: {of_param.problem}"
-                self.problems.append(problem)
-
-    def place_gradients(self, order: Sequence[Param]) -> None:
-        """Brings gradients to the placements of their parameters, if need be by a collective of DTensor's, and to the
-        dtype of the momentum. All ranks have one ``order`` of parameters.
-        """
-        for param in order:
-            of_param = self.params[param.key.index]
-            if of_param is None or of_param.user_gradient is None or of_param.problem:
+        self.without_gradient: list[Param] = []
+        # Parameter index -> the digest of its momentum's and gradient's placements, if collectives must change them.
+        self.moves: dict[int, int] = {}
+        # Those whose gradient or momentum is not yet as a step takes it.
+        self._to_place: list[ParamInputs] = []
+        # (Parameter group, shape, device) -> the step size of these matrices.
+        self._step_sizes: dict[Hashable, Any] = {}
+        self._states = states
+        for param in ordered:
+            if param.frozen:
                 continue
-            gradient = dtensor.local_gradient(
-                param.tensor, of_param.user_gradient, of_param.momentum.dtype
+            tensor, index = param.tensor, param.key.index
+            gradient = tensor.grad if gradients is None else gradients[index]
+            of_param = ParamInputs(param, gradient, states[tensor])
+            self.params[index] = of_param
+            if of_param.problem:
+                self.problems.append(f"{param.described}: {of_param.problem}")
+                continue
+            if gradient is None:
+                self.without_gradient.append(param)
+            is_usual = of_param.gradient is not None or gradient is None
+            is_usual = is_usual and of_param.misfit is None
+            if not is_usual:
+                moves = of_param.moves
+                if moves:
+                    self.moves[index] = moves
+            if not is_usual or formulas[param.group].flatten:
+                self._to_place.append(of_param)
+        # Whether every parameter has a gradient that can be used.
+        self.is_complete = not self.problems and not self.without_gradient
+
+    @property
+    def has_unusable_momentum(self) -> bool:
+        for of_param in self.params:
+            if of_param is not None and of_param.problem:
+                if of_param.misfit is not None:
+                    return True
+        return False
+
+    def place(self, progress: Any) -> None:
+        """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters, of which
+        ``progress`` is told.
+        """
+        for of_param in self._to_place:
+            param = of_param.param
+            progress.now = "placement of the gradient", [param]
+            of_param.place(
+                self._states[param.tensor], self.formulas[param.group].flatten
             )
-            if self.formulas[param.group].flatten:
-                gradient = gradient.contiguous()
-            of_param.gradient = gradient
 
     def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""
@@ -129,3 +227,18 @@ class StepInputs:
                 gradients.append(of_param.gradient)
         if momenta:
             self.formulas[group].accumulate(momenta, gradients)
+
+    def apply(
+        self,
+        group: int,
+        shape: Sequence[int],
+        params: list[Tensor],
+        updates: list[Tensor] | None,
+    ) -> None:
+        """Decays and updates regions of parameters of one group. ``shape`` is that of their whole matrices."""
+        formulas, device = self.formulas[group], params[0].device
+        key = group, shape, device
+        step_size = self._step_sizes.get(key)
+        if step_size is None:
+            step_size = self._step_sizes[key] = formulas.step_size(shape, device)
+        formulas.apply(params, updates, step_size)

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ..process_groups import Ranks
 from ..schedule.order import RELAYS_IN_FLIGHT
-from ..schedule.packs import Relay, relay_sizes
+from ..schedule.packs import Relay
+from ..schedule.relays import relay_sizes
 from .memory import Memory
 from .transport import BoundPack, InFlight, LocalBucket
 

@@ -2,15 +2,12 @@
 
 Gradients never decide which of the engine's collectives run. At the start of a step, each rank of a group puts what it
 knows about each gradient into one small ``all_reduce(MAX)`` of integers, or two if gradients are many, and one more of
-a single integer in groups that overlap others. The
-first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
+a single integer in groups that overlap others. The first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
 On accelerators, a later step acts on this rank's own status, and the step after it reads the result. A digest
 comes with its negative: it is the same on all ranks if and only if the two maxima add up to zero.
 """
 
-import zlib
-from collections.abc import Mapping, Sequence
-from enum import IntEnum
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,59 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..process_groups import is_dry_run, larger_first, listed, Ranks
-from .matrices import LocalMatrix, Status
+from ..agreement import Agreement
+from ..process_groups import is_dry_run, larger_first, Ranks
+from .matrices import LocalMatrix
+from .mismatches import Column, difference, Header, OTHER_GROUP, other_program
 from .params import StepInputs
+from .status_rows import FIRST_ROWS, StatusRows
 from .transport import InFlight
 
 
-# Rows of the first all-reduce: equal for optimizers of all sizes, so that ranks which confuse them get an
-# error instead of another size. Few optimizers need a second one.
-_ROWS = 256
-
-
-class _Header(IntEnum):
-    """The columns of the first row. Two that are negatives of each other add up to zero if all ranks agree."""
-
-    STEP = 0
-    MINUS_STEP = 1
-    OPTIMIZER = 2
-    MINUS_OPTIMIZER = 3
-    # A rank knows of a problem in another group.
-    ELSEWHERE = 4
-
-
-class _Column(IntEnum):
-    """The columns of a gradient's row. The first ones are those of Status."""
-
-    PRESENT = 0
-    ABSENT = 1
-    UNUSABLE = 2
-    OPTIONS = 3
-    MINUS_OPTIONS = 4
-    VALUES = 5
-    MINUS_VALUES = 6
-
-
-_OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
-_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
-_OTHER_OPTIONS = "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed those of some ranks only"
-_OTHER_VALUES = (
-    "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
-    "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
-    "experts that are not shared), leave their group out of the config"
-)
-_UNUSABLE = "a rank has a gradient for these that it cannot use. The error on that rank says why"
-_SOME_ABSENT = (
-    "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
-    "unused expert or a branch that one rank skips"
-)
-OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
-
-
 class Statuses(InFlight):
-    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. Matrices
-    that have one gradient have one row. The group ``overlaps`` others without containing them.
+    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. The group
+    ``overlaps`` others without containing them.
     """
 
     def __init__(
@@ -85,31 +41,17 @@ class Statuses(InFlight):
         super().__init__(matrices, ranks)
         self._group, self.device = group, device
         self.overlaps = overlaps
-        by_gradient: dict[tuple[int, int], list[LocalMatrix]] = {}
-        for matrix in matrices:
-            by_gradient.setdefault(matrix.source_of_gradient, []).append(matrix)
-        # The matrices of each row after the header.
-        self._rows = list(by_gradient.values())
-        self._rows_of_group = _rows_of_groups(self._rows)
+        # What this rank says.
+        self._own = StatusRows(matrices, serial)
         # Places of the rows that are whole on every rank: the first step that moves them compares their values.
         self._replicated = [
             place
-            for place, row in enumerate(self._rows, 1)
-            if all(len(matrix.layout.shards.replica_sets) == 1 for matrix in row)
+            for place, of_gradient in enumerate(self._own.gradients, 1)
+            if all(len(m.layout.shards.replica_sets) == 1 for m in of_gradient)
         ]
-        # This rank's rows, of which a step writes those that are different now.
-        shape = max(_ROWS, 1 + len(self._rows)), len(_Column)
-        self._own = torch.zeros(shape, dtype=torch.int64, device="cpu")
-        identity = _identity(serial, matrices)
-        self._own[0, _Header.OPTIMIZER] = identity
-        self._own[0, _Header.MINUS_OPTIMIZER] = -identity
-        self._own[1 : 1 + len(self._rows), _Column.PRESENT] = 1
-        self._written = [Status.PRESENT] * len(self._rows)
-        # Whether the last step had all gradients. The first one may be of a rank that stores no element of some.
-        self._is_complete = False
         # The table that the group reduces, and the result on the host. Only copies between a device and pinned
         # memory do not wait.
-        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._table = torch.zeros_like(self._own.rows, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
         if device.type != "cpu":
@@ -122,53 +64,31 @@ class Statuses(InFlight):
         # Whether the result in ``_host`` is unread.
         self._is_new = False
         # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
-        self._is_partial = False
+        self._lacks_second = False
 
     def start(self, step: int, inputs: StepInputs, differs: bool, awaits: bool) -> None:
         """Starts the ``step``-th step's all-reduce. It ``differs`` if this rank knows of a problem: its own, or that of
         a smaller group.
         """
-        self._own[0, _Header.STEP] = step
-        self._own[0, _Header.MINUS_STEP] = -step
-        self._own[0, _Header.ELSEWHERE] = differs
+        self._own.write(step, inputs, differs)
         self._has_problem = differs or bool(inputs.problems)
-        for group, places in self._rows_of_group.items():
-            digest = inputs.formulas[group].digest
-            self._own[places, _Column.OPTIONS] = digest
-            self._own[places, _Column.MINUS_OPTIONS] = -digest
-        self._write_statuses(inputs)
         if self._host is not self._table:
             # The last result was read, so this memory is free. A copy from it does not wait.
-            self._host.copy_(self._own)
+            self._host.copy_(self._own.rows)
             self._table.copy_(self._host, non_blocking=True)
         else:
-            self._table.copy_(self._own)
-        self._add_values(inputs)
+            self._table.copy_(self._own.rows)
+        if self._replicated:
+            self._add_values(inputs)
         self._is_new = True
-        self._is_partial = awaits and len(self._table) > _ROWS
+        self._lacks_second = awaits and len(self._table) > FIRST_ROWS
         self.reduce()
-
-    def _write_statuses(self, inputs: StepInputs) -> None:
-        """Writes the statuses that differ from those of the last step."""
-        # The usual step has all gradients, and so has the same statuses as the last one.
-        if inputs.is_complete and self._is_complete:
-            return
-        self._is_complete = inputs.is_complete
-        places, one_hots = [], []
-        for at, row in enumerate(self._rows):
-            status = row[0].status(inputs)
-            if status != self._written[at]:
-                self._written[at] = status
-                places.append(at + 1)
-                one_hots.append([int(status == each) for each in range(Status.EMPTY)])
-        if places:
-            self._own[places, : Status.EMPTY] = torch.tensor(one_hots, device="cpu")
 
     def reduce(self) -> None:
         """Starts the first all-reduce, and also the second one if the step does not await the first."""
-        self._reduce(self._table[:_ROWS])
-        if len(self._table) > _ROWS and not self._is_partial:
-            self._reduce(self._table[_ROWS:])
+        self._reduce(self._table[:FIRST_ROWS])
+        if len(self._table) > FIRST_ROWS and not self._lacks_second:
+            self._reduce(self._table[FIRST_ROWS:])
 
     def _reduce(self, rows: Tensor) -> None:
         largest, group = dist.ReduceOp.MAX, self._group
@@ -193,22 +113,26 @@ class Statuses(InFlight):
         # A checkpoint makes a step that moves nothing before it loads the values.
         places = [place for place in self._replicated if self._moves(place, inputs)]
         if places:
-            digests = [_digest_of(self._rows[place - 1], inputs) for place in places]
+            digests = [
+                _digest_of(self._own.gradients[place - 1], inputs) for place in places
+            ]
             values = torch.stack([digest.to(self.device) for digest in digests])
-            self._table[places, _Column.VALUES] = values
-            self._table[places, _Column.MINUS_VALUES] = -values
+            self._table[places, Column.VALUES] = values
+            self._table[places, Column.MINUS_VALUES] = -values
 
     def _moves(self, place: int, inputs: StepInputs) -> bool:
         """Whether this step moves the matrices of a row."""
-        return inputs.formulas[self._rows[place - 1][0].group].moves
+        return inputs.formulas[self._own.gradients[place - 1][0].group].moves
 
     def finish(self, inputs: StepInputs) -> None:
         """Ends a step that has moved its matrices."""
-        # A step that raised has moved nothing, and the next one compares the values again.
-        self._replicated = [
-            place for place in self._replicated if not self._moves(place, inputs)
-        ]
-        self._fetch()
+        if self._replicated:
+            # A step that raised has moved nothing, and the next one compares the values again.
+            self._replicated = [
+                place for place in self._replicated if not self._moves(place, inputs)
+            ]
+        if self.works:
+            self._fetch()
 
     def _fetch(self) -> None:
         """On accelerators, the host waits neither for the all-reduce nor for the copy of the result."""
@@ -228,70 +152,33 @@ class Statuses(InFlight):
     def _result(self) -> list[list[int]]:
         """The rows that were reduced: the header, and one for each gradient. Waits."""
         self._wait_for_result()
-        return self._host[: len(self._rows) + 1].tolist()
+        return self._host[: self._own.count].tolist()
 
     def mismatch(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
         ``inputs`` of that step, the text has this rank's options.
         """
         if not self._is_new or is_dry_run():
-            return ""  # Fake tensors have no values.
+            return ""
         self._is_new = False
-        if not self._is_partial and self._agree():
+        if not self._lacks_second and self._agree():
             return ""
         header, *rows = self._result()
-        text = self._other_program(header)
-        if self._is_partial and not text:
+        text = other_program(header, self.matrices)
+        if self._lacks_second and not text:
             # The second all-reduce comes after this check, or those of two optimizers would pair up.
-            self._reduce(self._table[_ROWS:])
+            self._reduce(self._table[FIRST_ROWS:])
             rows = self._result()[1:]
-        text = text or self._difference(rows, inputs)
-        return text or (OTHER_GROUP if header[_Header.ELSEWHERE] else "")
+        text = text or difference(self._own.gradients, rows, inputs)
+        return text or (OTHER_GROUP if header[Header.ELSEWHERE] else "")
 
     def _agree(self) -> bool:
         """Whether all ranks said the same as this one, which has no problem: the maxima are its own rows."""
         if self._has_problem:
             return False
         self._wait_for_result()
-        count = len(self._rows) + 1
-        return torch.equal(self._host[:count], self._own[:count])
-
-    def _other_program(self, header: Sequence[int]) -> str:
-        """Whether the ranks are in different steps, or step different optimizers."""
-        reason = ""
-        if header[_Header.STEP] + header[_Header.MINUS_STEP]:
-            reason = _OTHER_STEP
-        if header[_Header.OPTIMIZER] + header[_Header.MINUS_OPTIMIZER]:
-            reason = _OTHER_OPTIMIZER
-        if not reason:
-            return ""
-        shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
-        return f"{reason}. This rank's optimizer has {shared}"
-
-    def _difference(
-        self, rows: Sequence[Sequence[int]], inputs: StepInputs | None
-    ) -> str:
-        """The first kind of difference that there is, and the matrices that have it."""
-        tests = {
-            _OTHER_OPTIONS: lambda row: (
-                row[_Column.OPTIONS] + row[_Column.MINUS_OPTIONS]
-            ),
-            _OTHER_VALUES: lambda row: row[_Column.VALUES] + row[_Column.MINUS_VALUES],
-            _UNUSABLE: lambda row: row[_Column.UNUSABLE],
-            _SOME_ABSENT: lambda row: row[_Column.PRESENT] and row[_Column.ABSENT],
-        }
-        for reason, differs in tests.items():
-            different = [
-                matrices
-                for matrices, row in zip(self._rows, rows, strict=True)
-                if differs(row)
-            ]
-            if different:
-                text = f"{reason}: {listed(list(map(_described, different)), 4)}"
-                if reason == _OTHER_OPTIONS and inputs is not None:
-                    text += f". This rank has {inputs.formulas[different[0][0].group]}"
-                return text
-        return ""
+        count = self._own.count
+        return torch.equal(self._host[:count], self._own.rows[:count])
 
 
 class SideChannel:
@@ -302,7 +189,13 @@ class SideChannel:
     def __init__(self, statuses: Sequence[Statuses], device: torch.device) -> None:
         self.statuses = statuses
         self.device = device
+        # All matrices that this rank shares.
+        self.matrices: list[LocalMatrix] = []
+        for of_group in statuses:
+            self.matrices += of_group.matrices
         self.has_run = False
+        # Whether the result of the last step has not been read.
+        self.is_unread = False
 
     @property
     def awaits(self) -> bool:
@@ -317,18 +210,20 @@ class SideChannel:
         wait.
         """
         text = ""
+        awaits = self.awaits
+        self.is_unread = not awaits
         # The unusable gradient may be of a matrix that no other rank has.
         has_problem = bool(inputs.problems)
         for statuses in self.statuses:
             differs = has_problem or bool(text)
-            statuses.start(step, inputs, differs, self.awaits)
-            if self.awaits:
+            statuses.start(step, inputs, differs, awaits)
+            if awaits:
                 # It may launch a collective, so every rank calls it.
                 reason = statuses.mismatch(inputs)
                 # A larger group's own reason says more.
                 if reason and text in ("", OTHER_GROUP):
                     text = reason
-        if not self.awaits:
+        if not awaits:
             return text
         for statuses in reversed(self.statuses):
             is_known = has_problem or bool(text)
@@ -344,15 +239,14 @@ class SideChannel:
 
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+        self.is_unread = False
         texts = [statuses.mismatch() for statuses in self.statuses]
         return "; ".join(filter(None, texts))
 
 
 def side_channel(
     matrices: Sequence[LocalMatrix],
-    groups: Mapping[Ranks, ProcessGroup | None],
-    serials: Mapping[Ranks, int],
-    overlapping: set[Ranks],
+    agreement: Agreement,
     device: torch.device,
 ) -> SideChannel:
     """The side channels of the groups that share ``matrices``."""
@@ -361,45 +255,29 @@ def side_channel(
         by_ranks.setdefault(matrix.layout.holders, []).append(matrix)
     statuses = []
     for ranks in reversed(larger_first(by_ranks)):
-        group = groups[ranks]
+        group = agreement.groups[ranks]
         if group is not None:
-            overlaps = ranks in overlapping
-            of_ranks = by_ranks[ranks]
             statuses.append(
-                Statuses(of_ranks, ranks, group, serials[ranks], device, overlaps)
+                Statuses(
+                    by_ranks[ranks],
+                    ranks,
+                    group,
+                    agreement.serials[ranks],
+                    device,
+                    overlaps=ranks in agreement.overlapping,
+                )
             )
     return SideChannel(statuses, device)
 
 
-def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
-    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
-    keys = [(matrix.layout.key, matrix.layout.shape) for matrix in matrices]
-    # Ranks may name the modules of an expert differently.
-    names = [(k.name if k.expert is None else k.expert, shape) for k, shape in keys]
-    return zlib.crc32(repr((serial, names)).encode())
-
-
-def _rows_of_groups(rows: Sequence[Sequence[LocalMatrix]]) -> dict[int, Tensor]:
-    """Parameter group -> the places of its rows in the table."""
-    places: dict[int, list[int]] = {}
-    for place, row in enumerate(rows, 1):
-        places.setdefault(row[0].group, []).append(place)
-    return {group: torch.tensor(of, device="cpu") for group, of in places.items()}
-
-
-def _described(row: Sequence[LocalMatrix]) -> str:
-    """The matrices of a row, in words."""
-    text = row[0].layout.describe()
-    return text if len(row) == 1 else f"{text} and {len(row) - 1} more of its parts"
-
-
-def _digest_of(row: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
+def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
     """32 bits of a sum over the bits of the matrices' values: a scalar integer on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = inputs.params[row[0].param_index].local
+    local = inputs.params[of_gradient[0].param_index].local
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for region in (region for matrix in row for region in matrix.shard):
-        values = region.of_local(local)
-        total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
+    for matrix in of_gradient:
+        for region in matrix.shard:
+            values = region.of_local(local)
+            total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
     # The golden ratio's bits carry a difference in any bit into the highest ones.
     return ((total * -7046029254386353131) >> 32) & 0xFFFFFFFF

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ..layouts.layout import Region
 from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
-from ..schedule.packs import Bucket, LocalPacks, Pack, Schedule, slot_sizes
+from ..schedule.packs import LocalPacks, Pack, slot_sizes
+from ..schedule.schedule import Bucket, Schedule
 from .matrices import LocalMatrix
 from .memory import Memory
 
@@ -100,6 +101,29 @@ class InFlight:
         return collective_error(name, self.matrices, self.ranks, error)
 
 
+class Transfer(NamedTuple):
+    """An all-to-all between two packs, as :meth:`InFlight.launch` takes it."""
+
+    name: str
+    start: Callable[..., Any]
+    recv: Tensor
+    send: Tensor
+    recv_sizes: list[int]
+    send_sizes: list[int]
+
+
+def _transfer(
+    name: str, recv: BoundPack, send: BoundPack, group: ProcessGroup | None
+) -> Transfer | None:
+    """The all-to-all among ``group``; None if there is nothing to exchange."""
+    if group is None:
+        return None
+    start = partial(all_to_all, group=group)
+    return Transfer(
+        name, start, recv.flat, send.flat, recv.split_sizes, send.split_sizes
+    )
+
+
 class LocalBucket(InFlight):
     """A bucket on this rank: its packs bound to a slot, and the collective in flight. A slot has two parts. The
     packs that a gather sends and that the scatter later receives share ``as_holder``. Those of the owner are
@@ -127,26 +151,23 @@ class LocalBucket(InFlight):
         self.own_results = BoundPack(packs.own_results, as_owner, end)
         self.planned_relays = packs.relays
         self.relays: list[Any] = []
-        # Those of the gather and of the scatter, if they take two levels.
-        self.levels: dict[str, Any] = {}
-        self._group = group
+        name = self.name
+        self.gather = _transfer(
+            f"gather of {name}", self.gather_recv, self.gather_send, group
+        )
+        self.scatter = _transfer(
+            f"scatter of {name}", self.scatter_recv, self.scatter_send, group
+        )
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
-        self._start("gather", self.gather_recv, self.gather_send)
+        if self.gather is not None:
+            self.launch(*self.gather)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the holders, and to receive those of this rank's shards."""
-        self._start("scatter", self.scatter_recv, self.scatter_send)
-
-    def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
-        if self._group is None:
-            return
-        start = partial(all_to_all, group=self._group)
-        if phase in self.levels:
-            start = self.levels[phase].starting()
-        memory = recv.flat, send.flat, recv.split_sizes, send.split_sizes
-        self.launch(f"{phase} of {self.name}", start, *memory)
+        if self.scatter is not None:
+            self.launch(*self.scatter)
 
     def pack_relays(self) -> None:
         """Packs the results that this rank relays to its replicas."""
@@ -174,7 +195,7 @@ def all_to_all(
     group: ProcessGroup | None,
 ) -> dist.Work | None:
     """Starts an all-to-all of flat tensors. The caller must keep the handle until it has waited."""
-    if is_dry_run() and not (recv.numel() and send.numel()):
+    if not (recv.numel() and send.numel()) and is_dry_run():
         return None  # The fake backend refuses an empty side.
     splits = {"output_split_sizes": recv_sizes, "input_split_sizes": send_sizes}
     return dist.all_to_all_single(recv, send, **splits, group=group, async_op=True)

@@ -1,21 +1,23 @@
-"""Which matrices are processed together: a pure function of layouts and owners."""
+"""Which matrices are processed together: a pure function of layouts and owners. A matrix is its index in ``layouts``."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
 
 from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Layout, Ranks, Shards
+from ..process_groups import larger_first
 from .owners import flops_of
-from .packs import Bucket, Schedule
+from .schedule import Bucket, Schedule
 
 
 # Enough buckets to hide transfers behind orthogonalization.
 MAX_BUCKETS = 4
-# Size of what an owner gathers in a bucket. A group with large matrices exceeds it, see ``_cut``.
+# Size of what an owner gathers in a bucket. A group with large matrices exceeds it, see ``_distribute``.
 BUCKET_BYTES = 256 * 1024**2
 # The buckets, run sequentially, should take at most this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
@@ -26,6 +28,58 @@ MAX_PEERS = 512
 
 # Owner -> its matrices, in the order in which it works on them.
 Queues = dict[int, list[int]]
+
+
+class _Family(NamedTuple):
+    """The common properties of matrices that may share a bucket."""
+
+    # The only owner that works, or the first one of divided matrices; 0 where all owners work at the same time.
+    only_owner: int
+    # Matrices of one owner wait until it has no divided ones.
+    is_whole: bool
+    ranks: Ranks
+    gather_dtype: torch.dtype
+
+
+class _Position(NamedTuple):
+    """Where a bucket comes in the order of all buckets."""
+
+    only_owner: int
+    is_whole: bool
+    number_in_family: int
+    # Larger groups come first.
+    group_number: int
+    dtype_name: str
+
+
+class _Candidate(NamedTuple):
+    """Matrices that become a bucket, when all families have been distributed."""
+
+    position: _Position
+    family: _Family
+    matrices: list[int]
+
+
+class _Limits(NamedTuple):
+    """The most elements that an owner gathers in the buckets of the first slot, and in those of the other slots."""
+
+    first_slot: int
+    other_slots: int
+
+    def of_buckets(self, count: int, slots: int) -> list[int]:
+        """The limit of each of ``count`` buckets, which take the slots in turn."""
+        limits: list[int] = []
+        for bucket in range(count):
+            is_first = bucket % slots == 0
+            limits.append(self.first_slot if is_first else self.other_slots)
+        return limits
+
+
+class _Distribution(NamedTuple):
+    """Matrices in buckets, and the work of the busiest owner of each bucket, added up; no buckets if they do not fit."""
+
+    buckets: list[list[int]]
+    flops: int
 
 
 def make_schedule(
@@ -39,44 +93,108 @@ def make_schedule(
     """Cuts the work of each group into buckets, whose owners work at the same time. As many buckets of a group
     as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks are near each other.
     """
-    families: dict[tuple, list[int]] = {}
-    for i, layout in enumerate(layouts):
+    families = _families(layouts, owners, one_owner_at_a_time)
+    max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
+    groups = larger_first({family.ranks for family in families})
+    group_numbers = {ranks: number for number, ranks in enumerate(groups)}
+
+    candidates: list[_Candidate] = []
+    for family, matrices in families.items():
+        queues = _queues(matrices, layouts, owners)
+        limit = BUCKET_BYTES // family.gather_dtype.itemsize
+        distributed = _distribute(queues, layouts, max_buckets, limit, slots)
+        for number, members in enumerate(distributed):
+            position = _Position(
+                family.only_owner,
+                family.is_whole,
+                number,
+                group_numbers[family.ranks],
+                str(family.gather_dtype),
+            )
+            candidates.append(_Candidate(position, family, members))
+    candidates.sort(key=attrgetter("position"))
+
+    buckets_of_group: Counter[Ranks] = Counter()
+    buckets: list[Bucket] = []
+    for candidate in candidates:
+        ranks = candidate.family.ranks
+        bucket = _make_bucket(
+            candidate, buckets_of_group[ranks], layouts, ranks_per_node
+        )
+        buckets.append(bucket)
+        buckets_of_group[ranks] += 1
+    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+
+
+def _families(
+    layouts: Sequence[Layout], owners: Sequence[int], one_owner_at_a_time: bool
+) -> dict[_Family, list[int]]:
+    """Family -> its matrices."""
+    families: dict[_Family, list[int]] = {}
+    for matrix, layout in enumerate(layouts):
         if layout.frozen:
             continue
         # Contributions are summed before they are rounded.
         dtype = layout.dtype if layout.shards.partial else NS_DTYPE
-        # All owners of a divided matrix have the turn of the first.
-        own = owners[i - layout.key.block[0]], layout.block_of is None
-        turn = own if one_owner_at_a_time else (0, False)
-        families.setdefault((turn, layout.holders, dtype), []).append(i)
-
-    # Divided matrices come first, in one order for all of their owners, who have collectives for each.
-    def order(m: int) -> tuple:
-        layout = layouts[m]
-        return layout.block_of is None, -flops_of(layout), layout.full_shape, m
-
-    max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
-    ordered: list[tuple[tuple, Any, list[int]]] = []
-    for (turn, ranks, dtype), members in families.items():
-        queues: Queues = {}
-        for m in sorted(members, key=order):
-            queues.setdefault(owners[m], []).append(m)
-        limit = BUCKET_BYTES // dtype.itemsize
-        for at, cut in enumerate(_cut(queues, layouts, max_buckets, limit, slots)):
-            ordered.append(((turn, at, -len(ranks), ranks, str(dtype)), dtype, cut))
-    counts: Counter[Ranks] = Counter()
-    buckets = []
-    for (*_, ranks, _), dtype, cut in sorted(ordered, key=itemgetter(0)):
-        shards = Counter(layouts[m].shards for m in cut)
-        relayed = _is_relayed(shards, BUCKET_BYTES // dtype.itemsize)
-        peers = max(map(_destinations, shards)) if relayed else len(ranks) - 1
-        size = _node_size(ranks, peers, ranks_per_node)
-        buckets.append(Bucket(ranks, counts[ranks], tuple(cut), dtype, relayed, size))
-        counts[ranks] += 1
-    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+        only_owner = 0
+        is_whole = False
+        if one_owner_at_a_time:
+            # The owners of a divided matrix work together.
+            only_owner = owners[_first_block(matrix, layout)]
+            is_whole = layout.block_of is None
+        family = _Family(only_owner, is_whole, layout.holders, dtype)
+        families.setdefault(family, []).append(matrix)
+    return families
 
 
-def _cut(
+def _first_block(matrix: int, layout: Layout) -> int:
+    """The first block of the divided matrix that ``matrix`` is a block of, or else ``matrix`` itself."""
+    place, _ = layout.key.block
+    return matrix - place
+
+
+def _queues(
+    matrices: Sequence[int], layouts: Sequence[Layout], owners: Sequence[int]
+) -> Queues:
+    """The matrices of each owner. Divided ones come first, in one order for all of their owners, who have collectives
+    for each. The heaviest one of the rest is next.
+    """
+
+    def place(matrix: int) -> tuple:
+        layout = layouts[matrix]
+        is_whole = layout.block_of is None
+        return is_whole, -flops_of(layout), layout.full_shape, matrix
+
+    queues: Queues = {}
+    for matrix in sorted(matrices, key=place):
+        queues.setdefault(owners[matrix], []).append(matrix)
+    return queues
+
+
+def _make_bucket(
+    candidate: _Candidate,
+    index: int,
+    layouts: Sequence[Layout],
+    ranks_per_node: int,
+) -> Bucket:
+    """The bucket with this ``index`` in its group, and how its ranks exchange shards."""
+    _, family, matrices = candidate
+    shards = Counter(layouts[matrix].shards for matrix in matrices)
+    relayed = _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize)
+    peers = len(family.ranks) - 1
+    if relayed:
+        peers = max(map(_destinations, shards))
+    return Bucket(
+        family.ranks,
+        index,
+        tuple(matrices),
+        family.gather_dtype,
+        relayed,
+        _node_size(family.ranks, peers, ranks_per_node),
+    )
+
+
+def _distribute(
     queues: Queues, layouts: Sequence[Layout], max_buckets: int, limit: int, slots: int
 ) -> list[list[int]]:
     """Distributes the owners' matrices over buckets, whose owners work at the same time. A rank waits for a
@@ -84,95 +202,200 @@ def _cut(
     close to the busiest owner's own work, or else the shortest: with ``max_buckets``, or as many as keep each
     owner's elements at ``limit``, then with fewer, then with a few more.
     """
-    work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
-    largest = max(layouts[m].numel for m in work)
+    flops: dict[int, int] = {}
+    numels: dict[int, int] = {}
+    for queue in queues.values():
+        for matrix in queue:
+            flops[matrix] = flops_of(layouts[matrix])
+            numels[matrix] = layouts[matrix].numel
+    largest = max(numels.values())
+    busiest = max(_total(flops, queue) for queue in queues.values())
+    most_gathered = max(_total(numels, queue) for queue in queues.values())
+    longest_queue = max(map(len, queues.values()))
+
+    # Up to one and a half of the largest matrix.
+    usual = max(limit, min(limit + largest, largest * 3 // 2))
     # One slot may be larger if the others stay at the limit: small matrices fill the time of a large one.
     wide = limit + slots * largest
-    usual = max(limit, min(limit + largest, largest * 3 // 2))
-    longest = max(map(len, queues.values()))
-    gathered = max(sum(layouts[m].numel for m in queue) for queue in queues.values())
-    busiest = max(sum(work[m] for m in queue) for queue in queues.values())
-    least = -(-gathered // usual)
-    wanted = max(least, min(max_buckets, longest))
-    more = [wanted + i * -(-wanted // 16) for i in (1, 2)]
-    counts = *range(wanted, least - 1, -1), *more
-    best: list[list[int]] = []
-    shortest = math.inf
-    for (first, rest), count in product(((usual, usual), (wide, limit)), counts):
-        if shortest <= MAX_STRETCH * busiest:
-            break
-        limits = [rest if at % slots else first for at in range(count)]
-        buckets, time = _spread(queues, layouts, work, limits)
-        shards = [Counter(layouts[m].shards for m in bucket) for bucket in buckets]
-        # No holder sends more than twice the limit in a bucket without relays.
-        fits = all(_replicas(s) > 1 or _load(s) <= 2 * first for s in shards)
-        if buckets and time < shortest and fits:
-            best, shortest = buckets, time
-    if best:
-        return best
-    # One bucket for each divided matrix and for one other matrix of every owner always fits.
-    teams: dict[int, list[int]] = {}
-    for m in (m for queue in queues.values() for m in queue if layouts[m].block_of):
-        teams.setdefault(m - layouts[m].key.block[0], []).append(m)
-    alone = [[m for m in queue if not layouts[m].block_of] for queue in queues.values()]
-    rounds = ([queue[i] for queue in alone if i < len(queue)] for i in range(longest))
-    return [*teams.values(), *filter(None, rounds)]
+    fewest = math.ceil(most_gathered / usual)
+    wanted = max(fewest, min(max_buckets, longest_queue))
+    shortest = _Distribution([], 0)
+    for limits in (_Limits(usual, usual), _Limits(wide, limit)):
+        for count in _counts_to_try(wanted, fewest):
+            found = _spread(queues, layouts, flops, limits.of_buckets(count, slots))
+            if not found.buckets:
+                continue
+            if shortest.buckets and found.flops >= shortest.flops:
+                continue
+            if not _holders_have_memory(found.buckets, layouts, limits):
+                continue
+            shortest = found
+            if shortest.flops <= MAX_STRETCH * busiest:
+                return shortest.buckets
+    return shortest.buckets or _one_each(queues, layouts)
+
+
+def _total(values: dict[int, int], matrices: Sequence[int]) -> int:
+    return sum(values[matrix] for matrix in matrices)
+
+
+def _counts_to_try(wanted: int, fewest: int) -> list[int]:
+    """Numbers of buckets: ``wanted``, then fewer, then one and two sixteenths more."""
+    sixteenth = math.ceil(wanted / 16)
+    return [
+        *range(wanted, fewest - 1, -1),
+        wanted + sixteenth,
+        wanted + 2 * sixteenth,
+    ]
+
+
+def _holders_have_memory(
+    buckets: Sequence[Sequence[int]], layouts: Sequence[Layout], limits: _Limits
+) -> bool:
+    """Whether no holder sends more than twice the limit in a bucket without relays."""
+    for bucket in buckets:
+        shards = Counter(layouts[matrix].shards for matrix in bucket)
+        may_be_relayed = _most_replicas(shards) > 1
+        if not may_be_relayed and _most_held(shards) > 2 * limits.first_slot:
+            return False
+    return True
+
+
+def _one_each(queues: Queues, layouts: Sequence[Layout]) -> list[list[int]]:
+    """One bucket for each divided matrix, and one for the next other matrix of every owner. This always fits."""
+    divided: dict[int, list[int]] = {}
+    rounds: list[list[int]] = []
+    for queue in queues.values():
+        number = 0
+        for matrix in queue:
+            layout = layouts[matrix]
+            if layout.block_of:
+                blocks = divided.setdefault(_first_block(matrix, layout), [])
+                blocks.append(matrix)
+                continue
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(matrix)
+            number += 1
+    return [*divided.values(), *rounds]
 
 
 def _spread(
-    queues: Queues, layouts: Sequence[Layout], work: dict[int, int], limits: list[int]
-) -> tuple[list[list[int]], int]:
-    """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit. The busiest
-    owner's matrices, cut into shares of equal work, give each bucket a height. Every owner puts its matrices,
-    heaviest first, where it has most room. The resulting heights are filled again.
+    queues: Queues, layouts: Sequence[Layout], flops: dict[int, int], limits: list[int]
+) -> _Distribution:
+    """The busiest owner's matrices, cut into shares of equal work, give each bucket a height. Every owner puts its
+    matrices, heaviest first, where it has most room. The resulting heights are filled again.
     """
-    leader = max(queues.values(), key=lambda queue: sum(work[m] for m in queue))
-    count = len(limits)
-    heights = [0] * count
-    total, before = max(1, sum(work[m] for m in leader)), 0
-    for m in leader:
-        # The bucket in whose share of the work the matrix's middle falls.
-        at = min(count - 1, count * (2 * before + work[m]) // (2 * total))
-        heights[at] += work[m]
-        before += work[m]
-    # The longest shares go to the buckets with the largest limits.
-    places = sorted(range(count), key=lambda at: -limits[at])
-    for at, height in zip(places, sorted(heights, reverse=True)):
-        heights[at] = height
-    best: tuple[list[list[int]], int] = [], 0
+    leader = max(queues.values(), key=lambda queue: _total(flops, queue))
+    heights = _heights(leader, flops, limits)
+    shortest = _Distribution([], 0)
     for _ in range(2):
-        buckets: list[list[int]] = [[] for _ in range(count)]
-        busiest = [0] * count
-        # The first block of each matrix -> the bucket of all its blocks.
-        placed: dict[int, int] = {}
+        filling = _Filling(layouts, flops, heights, limits)
+        if not filling.add_all(queues):
+            return shortest
+        total = sum(filling.busiest)
+        if not shortest.buckets or total < shortest.flops:
+            filled = [bucket for bucket in filling.buckets if bucket]
+            shortest = _Distribution(filled, total)
+        heights = filling.busiest
+    return shortest
+
+
+def _heights(
+    leader: Sequence[int], flops: dict[int, int], limits: Sequence[int]
+) -> list[int]:
+    """The work of the owner ``leader`` in each bucket, if it shares its work out equally."""
+    count = len(limits)
+    shares = [0] * count
+    total = max(1, _total(flops, leader))
+    before = 0
+    for matrix in leader:
+        # The share of the work in which the matrix's middle falls.
+        twice_middle = 2 * before + flops[matrix]
+        number = min(count - 1, count * twice_middle // (2 * total))
+        shares[number] += flops[matrix]
+        before += flops[matrix]
+    # The longest shares go to the buckets with the largest limits.
+    heights = [0] * count
+    widest_first = sorted(range(count), key=lambda bucket: -limits[bucket])
+    for bucket, share in zip(widest_first, sorted(shares, reverse=True)):
+        heights[bucket] = share
+    return heights
+
+
+class _Filling:
+    """Buckets that one owner after the other fills with its matrices, up to ``heights`` of work if it can, and never above
+    ``limits`` of elements.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        flops: dict[int, int],
+        heights: list[int],
+        limits: list[int],
+    ) -> None:
+        self.buckets: list[list[int]] = [[] for _ in limits]
+        # The work of the busiest owner in each bucket.
+        self.busiest = [0] * len(limits)
+        self._layouts = layouts
+        self._flops = flops
+        self._heights = heights
+        self._limits = limits
+        # The first block of each divided matrix -> the bucket of all its blocks.
+        self._bucket_of: dict[int, int] = {}
+
+    def add_all(self, queues: Queues) -> bool:
+        """Puts the matrices of all owners into buckets. Returns whether they fit."""
         for queue in queues.values():
-            room, free = list(heights), list(limits)
-            last = -1
-            for m in queue:
-                size, first = layouts[m].numel, m - layouts[m].key.block[0]
-                places = [placed[first]] if first in placed else range(count)
-                fitting = [at for at in places if free[at] >= size]
-                if not fitting:
-                    return best
-                at = max(fitting, key=room.__getitem__)
+            if not self._add(queue):
+                return False
+        return True
+
+    def _add(self, queue: Sequence[int]) -> bool:
+        """Puts an owner's matrices into buckets. Returns whether they fit."""
+        room = list(self._heights)
+        free = list(self._limits)
+        previous: Layout | None = None
+        previous_flops = previous_bucket = 0
+        for matrix in queue:
+            layout = self._layouts[matrix]
+            flops = self._flops[matrix]
+            fitting = self._fitting(matrix, layout, free)
+            if not fitting:
+                return False
+            bucket = max(fitting, key=room.__getitem__)
+            if previous is not None and flops == previous_flops:
                 # Heads that follow each other stay together, because they are copied together.
-                is_next = last >= 0 and layouts[last].key.index == layouts[m].key.index
-                if is_next and work[last] == work[m]:
-                    before = placed[last - layouts[last].key.block[0]]
-                    if before in fitting and room[before] >= work[m]:
-                        at = before
-                placed[first], last = at, m
-                room[at] -= work[m]
-                free[at] -= size
-                buckets[at].append(m)
-            busiest = [max(b, h - r) for b, h, r in zip(busiest, heights, room)]
-        if not best[0] or sum(busiest) < best[1]:
-            best = [bucket for bucket in buckets if bucket], sum(busiest)
-        heights = busiest
-    return best
+                are_heads = layout.key.index == previous.key.index
+                fits = previous_bucket in fitting and room[previous_bucket] >= flops
+                if are_heads and fits:
+                    bucket = previous_bucket
+            if layout.block_of:
+                self._bucket_of[_first_block(matrix, layout)] = bucket
+            self.buckets[bucket].append(matrix)
+            room[bucket] -= flops
+            free[bucket] -= layout.numel
+            previous = layout
+            previous_flops = flops
+            previous_bucket = bucket
+        for bucket, height in enumerate(self._heights):
+            work = height - room[bucket]
+            self.busiest[bucket] = max(self.busiest[bucket], work)
+        return True
+
+    def _fitting(self, matrix: int, layout: Layout, free: Sequence[int]) -> list[int]:
+        """The buckets with enough ``free`` elements. The first block of a divided matrix chooses for all blocks."""
+        possible: Sequence[int] = range(len(free))
+        if layout.block_of:
+            first_block = _first_block(matrix, layout)
+            if first_block in self._bucket_of:
+                possible = [self._bucket_of[first_block]]
+        numel = layout.numel
+        return [bucket for bucket in possible if free[bucket] >= numel]
 
 
-def _load(counts: Counter[Shards]) -> int:
+def _most_held(counts: Counter[Shards]) -> int:
     """Elements that the busiest holder of a bucket sends or receives. ``counts`` are of its matrices."""
     numels: Counter[int] = Counter()
     for shards, count in counts.items():
@@ -181,20 +404,28 @@ def _load(counts: Counter[Shards]) -> int:
     return max(numels.values(), default=0)
 
 
-def _replicas(counts: Counter[Shards]) -> int:
+def _most_replicas(counts: Counter[Shards]) -> int:
     return max(shards.most_replicas for shards in counts)
 
 
 def _is_relayed(counts: Counter[Shards], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
-    most = _replicas(counts)
-    # Without relays, an owner has memory for each replica's copy.
-    return most > MAX_REPLICAS or (most > 1 and 3 * _load(counts) > 2 * limit)
+    replicas = _most_replicas(counts)
+    if replicas <= 1:
+        return False
+    if replicas > MAX_REPLICAS:
+        return True
+    # Without relays, an owner has memory for each replica's copy: at most two thirds of the limit.
+    return 3 * _most_held(counts) > 2 * limit
 
 
 def _destinations(shards: Shards) -> int:
     """How many ranks exchange their shards with the owner if there are relays."""
-    return sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
+    count = 0
+    for replicas in shards.replica_sets:
+        if not shards.is_empty(replicas[0]):
+            count += 1
+    return count
 
 
 def _node_size(ranks: Ranks, peers: int, ranks_per_node: int) -> int:
@@ -202,9 +433,20 @@ def _node_size(ranks: Ranks, peers: int, ranks_per_node: int) -> int:
     if peers <= MAX_PEERS:
         return 1
     count = len(ranks)
-    per_node = Counter(rank // ranks_per_node for rank in ranks)
-    fewest = min(per_node.values())
-    step = fewest if fewest == max(per_node.values()) else 1
-    # How many peers a rank has on its node and its rail, by the size of a node.
-    sizes = [(s + count // s - 2, s) for s in range(step, count, step) if not count % s]
-    return min(((max(p, MAX_PEERS), s) for p, s in sizes), default=(0, 1))[1]
+    ranks_on_node = Counter(rank // ranks_per_node for rank in ranks)
+    smallest = min(ranks_on_node.values())
+    are_equal = smallest == max(ranks_on_node.values())
+    step = smallest if are_equal else 1
+    best = 1
+    fewest_peers: float = math.inf
+    for size in range(step, count, step):
+        if count % size:
+            continue
+        on_node = size - 1
+        on_rail = count // size - 1
+        # The smallest node wins if several leave few enough peers.
+        peers_of_two = max(MAX_PEERS, on_node + on_rail)
+        if peers_of_two < fewest_peers:
+            best = size
+            fewest_peers = peers_of_two
+    return best

@@ -32,8 +32,10 @@ ROUNDING = 0.1
 
 def near(found, expected, moved):
     """Whether two pieces of a parameter, which ``moved`` as a whole, are equal but for rounding."""
-    limit = ROUNDING * moved.norm()
-    return found.shape == expected.shape and bool((found - expected).norm() <= limit)
+    if found.shape != expected.shape:
+        return False
+    distance = (found - expected).norm()
+    return bool(distance <= ROUNDING * moved.norm())
 
 
 def exact(matrix, triples, safety=1.0):
@@ -74,16 +76,29 @@ def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"
 
 def parts_of(tensor, split=None, flatten=False):
     """The matrices of a fused or flattened weight, by hand."""
-    tensor = tensor.flatten(1) if flatten else tensor
+    if flatten:
+        tensor = tensor.flatten(1)
+    # The leading dimensions of a stack count its matrices.
     stack = tensor.flatten(0, -3) if tensor.ndim > 2 else tensor[None]
+    if split is None:
+        return list(stack)
+    parts = []
     if not isinstance(split, dict):
-        return [part for one in stack for part in one.split(split or len(one))]
+        for matrix in stack:
+            parts += matrix.split(split)
+        return parts
     dim, sizes = split.get("dim", 0), split["sizes"]
-    # The number of the part that each row or column belongs to.
-    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
-    of_part = torch.tensor(of_part * split.get("repeats", 1))
-    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
-    return [one.index_select(dim, at) for one in stack for at in lines]
+    # The rows or columns of each part.
+    lines = [[] for _ in sizes]
+    line = 0
+    for _ in range(split.get("repeats", 1)):
+        for part, size in enumerate(sizes):
+            lines[part] += range(line, line + size)
+            line += size
+    for matrix in stack:
+        for own in lines:
+            parts.append(matrix.index_select(dim, torch.tensor(own)))
+    return parts
 
 
 def make_params(*shapes, dtype=torch.float32, seed=0):
@@ -148,30 +163,40 @@ class MuonTestCase(TestCase):
         ``strided`` says how parameters and gradients are stored; ``between`` is called before each step.
         """
         generator = torch.Generator().manual_seed(0)
-        params = [
-            nn.Parameter(
-                make_matrix(shape, dtype, generator, strided[0]).to(self.device)
-            )
-            for shape in shapes
-        ]
-        given = [(f"w{i}", p) for i, p in enumerate(params)] if named else params
-        groups = [
-            {**group, "params": [given[i] for i in group["params"]]}
-            for group in groups or [{"params": range(len(params))}]
-        ]
-        optimizer = cls(groups, **options)
+        of_params, of_grads = strided
+        params, given = [], []
+        for index, shape in enumerate(shapes):
+            matrix = make_matrix(shape, dtype, generator, of_params)
+            param = nn.Parameter(matrix.to(self.device))
+            params.append(param)
+            given.append((f"w{index}", param) if named else param)
+        if groups is None:
+            groups = [{"params": range(len(params))}]
+        filled = []
+        for group in groups:
+            own = [given[index] for index in group["params"]]
+            filled.append({**group, "params": own})
+        optimizer = cls(filled, **options)
         for step in range(steps):
             between(optimizer, step)
             # The parameters may be others now.
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = []
+            for group in optimizer.param_groups:
+                params += group["params"]
             for index, param in enumerate(params):
-                grad = make_matrix(param.shape, dtype, generator, strided[1])
-                param.grad = grad.to(self.device) if has_grad(step, index) else None
+                grad = make_matrix(param.shape, dtype, generator, of_grads)
+                param.grad = None
+                if has_grad(step, index):
+                    param.grad = grad.to(self.device)
             optimizer.step()
         return params, self.buffers_of(optimizer, params), optimizer
 
     def buffers_of(self, optimizer, params):
-        return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+        buffers = []
+        for param in params:
+            state = optimizer.state.get(param, {})
+            buffers.append(state.get("momentum_buffer"))
+        return buffers
 
     def assert_same_bits(self, actual, expected):
         self.assertEqual(len(actual), len(expected))
@@ -184,8 +209,9 @@ class MuonTestCase(TestCase):
 
     def assert_same_training(self, shapes, cls, config=None, **options):
         """A Muon with ``config`` ends with the same bits as a ``cls`` without one."""
-        results = []
-        for each, own in ((Muon, {"distributed_config": config}), (cls, {})):
-            params, buffers, _ = self.run_steps(each, shapes, **own, **options)
-            results.append(params + buffers)
-        self.assert_same_bits(*results)
+        params, buffers, _ = self.run_steps(
+            Muon, shapes, distributed_config=config, **options
+        )
+        others, their_buffers, _ = self.run_steps(cls, shapes, **options)
+        self.assert_same_bits(params, others)
+        self.assert_same_bits(buffers, their_buffers)

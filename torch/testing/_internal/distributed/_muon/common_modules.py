@@ -84,51 +84,71 @@ class OneProcess:
 
     def __init__(self, model, muons, one=None, fsdp=None, tp=None, tp_dims=None):
         self.fsdp, self.tp, self.tp_dims = fsdp, tp, tp_dims
-        self.steps, groups = 0, []
+        self.steps = 0
         self.names_of = names_of(model)
-        self.cut_rows = {
-            p
-            for name, p in model.named_parameters()
-            if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
-        }
-        self.whole = dict(one.named_parameters()) if one is not None else {}
-        if one is None:
-            values = self.join({p: p for p in self.names_of})
-            self.whole = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
-        self.starts = {n: p.detach().clone() for n, p in self.whole.items()}
+        self.cut_rows = set()
+        for name, param in model.named_parameters():
+            if "_fsdp_wrapped_module" in name or getattr(param, "is_rows", False):
+                self.cut_rows.add(param)
+        self.whole = {}
+        if one is not None:
+            self.whole.update(one.named_parameters())
+        else:
+            joined = self.join({param: param for param in self.names_of})
+            for name, value in joined.items():
+                self.whole[name] = torch.nn.Parameter(value.clone())
+        self.starts = {}
+        for name, param in self.whole.items():
+            self.starts[name] = param.detach().clone()
         # The Muon of each parameter that has one.
         self.muons = {}
+        groups = []
         for muon in muons:
             for group in muon.param_groups:
-                names = [name for p in group["params"] for name in self.names_of[p]]
-                own = {k: v for k, v in group.items() if k != "param_names"}
-                groups.append({**own, "params": [self.whole[n] for n in names]})
+                groups.append(self.whole_group(group))
                 self.muons |= dict.fromkeys(group["params"], muon)
         self.twin = Muon(groups, allow_batched_matrices=True)
-        self.names = {name for p in self.muons for name in self.names_of[p]}
+        self.names = set()
+        for param in self.muons:
+            self.names.update(self.names_of[param])
+
+    def whole_group(self, group):
+        """The options of a group, with the whole parameters of which its parameters are pieces."""
+        whole = []
+        for param in group["params"]:
+            whole += [self.whole[name] for name in self.names_of[param]]
+        options = dict(group)
+        options.pop("param_names", None)
+        return {**options, "params": whole}
 
     def step(self):
         """The step of one process, before that of the distributed model."""
-        # FSDP1 leaves a rank without elements of a matrix without a gradient.
-        grads = {
-            p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.muons
-        }
+        grads = {}
+        for param in self.muons:
+            grads[param] = param.grad
+            if param.grad is None:
+                # FSDP1 leaves a rank without elements of a matrix without a gradient.
+                grads[param] = torch.zeros_like(param)
         for name, grad in self.join(grads).items():
             self.whole[name].grad = grad.clone()
         self.twin.step()
         self.steps += 1
 
     def problems(self):
-        found, key = [], "momentum_buffer"
-        for name, value in self.join({p: p for p in self.muons}).items():
+        found = []
+        joined = self.join({param: param for param in self.muons})
+        for name, value in joined.items():
             expected, start = self.whole[name].detach(), self.starts[name]
             if not common_muon.moved_alike(value, expected, self.steps, start):
                 found.append(f"parameter {name}")
             if torch.equal(expected, start):
                 found.append(f"parameter {name} does not move")
-        momenta = {p: muon.state[p][key] for p, muon in self.muons.items()}
+        momenta = {}
+        for param, muon in self.muons.items():
+            momenta[param] = muon.state[param]["momentum_buffer"]
         for name, value in self.join(momenta).items():
-            if not equal(value, self.twin.state[self.whole[name]][key]):
+            state = self.twin.state[self.whole[name]]
+            if not equal(value, state["momentum_buffer"]):
                 found.append(f"momentum {name}")
         return found
 
@@ -146,21 +166,29 @@ class OneProcess:
                 pieces[self.names_of[param][0]] = tensor.detach()
         for param, parts in gathered_values(rows, self.fsdp):
             flat = torch.cat([part.flatten() for part in parts])
-            for name in self.names_of[param]:  # FSDP's padding is left over
+            for name in self.names_of[param]:
                 shape = self.piece_shape(name)
-                pieces[name] = flat[: shape.numel()].view(shape)
-                flat = flat[shape.numel() :]
-        cut = {n: p for n, p in pieces.items() if self.tp_dim(n) is not None}
-        for name, parts in gathered_values(cut, self.tp):
-            pieces[name] = torch.cat(parts, self.tp_dim(name))
+                # FSDP's padding is left over.
+                elements, flat = flat[: shape.numel()], flat[shape.numel() :]
+                pieces[name] = elements.view(shape)
+        names = [name for name in pieces if self.tp_dim(name) is not None]
+        cut = {name: pieces[name] for name in names}
+        joined = dict(gathered_values(cut, self.tp))
+        for name in names:
+            pieces[name] = torch.cat(joined[name], self.tp_dim(name))
         return whole | pieces
 
     def tp_dim(self, name):
-        last = name.removesuffix(".weight").rpartition(".")[2]
-        return None if self.tp is None else self.tp_dims.get(last)
+        """The dimension that TP cuts of a whole parameter; None for one that it leaves whole."""
+        if self.tp is None:
+            return None
+        _, _, last = name.removesuffix(".weight").rpartition(".")
+        return self.tp_dims.get(last)
 
     def piece_shape(self, name):
-        shape, dim = list(self.whole[name].shape), self.tp_dim(name)
+        """The shape of what TP leaves of a whole parameter."""
+        shape = list(self.whole[name].shape)
+        dim = self.tp_dim(name)
         if dim is not None:
             lines = torch.arange(shape[dim]).chunk(self.tp.size())
             shape[dim] = len(lines[self.tp.rank()])
@@ -180,40 +208,53 @@ def names_of(model):
 
 
 def gathered_values(tensors, group):
+    """Each key with the values that the ranks of ``group`` have for it."""
     if not tensors:
         return
     values = [tensor.detach().cpu() for tensor in tensors.values()]
-    for key, parts in zip(tensors, zip(*common_muon.everyone(values, group))):
-        yield key, [part.to(device()) for part in parts]
+    of_ranks = common_muon.everyone(values, group)
+    for number, key in enumerate(tensors):
+        yield key, [of_rank[number].to(device()) for of_rank in of_ranks]
 
 
-class ModuleParity(common_muon.ParityAssertions):
-    def check(
-        self, model, config, steps=2, data_rank=0, inputs=None, count=None, **pieces
-    ):
-        """Trains ``model``, and next to it a Muon of one process with the same gradients.
+def check_module(
+    case,
+    model,
+    config,
+    steps=2,
+    data_rank=0,
+    inputs=None,
+    count=None,
+    **pieces,
+):
+    """Trains ``model``, and next to it a Muon of one process with the same gradients.
 
-        Args:
-            data_rank: ranks of one ``data_rank`` see the same data.
-            inputs: gives the data of a step instead.
-            count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
-            pieces: see :class:`OneProcess`.
-        """
-        matrices, _ = partition_parameters(model)
-        muon = Muon(matrices, lr=0.05, distributed_config=config)
-        alone = OneProcess(model, [muon], **pieces)
-        for step in range(steps):
-            seed = 100 * step + data_rank
-            x = common_muon.full(seed, (6, 12)) if inputs is None else inputs(step)
-            model(x).pow(2).mean().backward()
-            alone.step()
-            with NewtonSchulzCalls() as calls:
-                muon.step()
-            model.zero_grad()
-            total = sum(common_muon.everyone(len(calls.shapes)))
-            self.assertEqual(total, len(matrices) if count is None else count)
-            self.assertEverywhere(alone.problems(), f"step {step}")
-        return matrices, muon
+    Args:
+        case: the test on this rank.
+        data_rank: ranks of one ``data_rank`` see the same data.
+        inputs: gives the data of a step instead.
+        count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
+        pieces: see :class:`OneProcess`.
+    """
+    matrices, _ = partition_parameters(model)
+    muon = Muon(matrices, lr=0.05, distributed_config=config)
+    alone = OneProcess(model, [muon], **pieces)
+    if count is None:
+        count = len(matrices)
+    for step in range(steps):
+        if inputs is None:
+            data = common_muon.full(100 * step + data_rank, (6, 12))
+        else:
+            data = inputs(step)
+        model(data).pow(2).mean().backward()
+        alone.step()
+        with NewtonSchulzCalls() as calls:
+            muon.step()
+        model.zero_grad()
+        counts = common_muon.everyone(len(calls.shapes))
+        case.assertEqual(sum(counts), count)
+        case.assertEverywhere(alone.problems(), f"step {step}")
+    return matrices, muon
 
 
 class Block(torch.nn.Module):
@@ -268,13 +309,16 @@ def wrap(
 def give_flat_gradients(flat, wholes):
     """Cuts whole gradients, by name, as a unit's backward does."""
     grad = torch.zeros_like(flat)
-    for i, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
-        if info.in_shard:
-            first, last = info.intra_param_start_idx, info.intra_param_end_idx
-            at, elements = info.offset_in_shard, wholes[name].flatten()
-            grad[at : at + info.numel_in_shard] = elements[first : last + 1]
-            if flat._params is not None:
-                flat._params[i].grad = elements[first : last + 1].clone()
+    for number, info in enumerate(flat._shard_param_infos):
+        if not info.in_shard:
+            continue
+        whole = wholes[flat._fqns[number]]
+        first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
+        piece = whole.flatten()[first:end]
+        offset = info.offset_in_shard
+        grad[offset : offset + info.numel_in_shard] = piece
+        if flat._params is not None:
+            flat._params[number].grad = piece.clone()
     if flat._params is None:
         flat.grad = grad
 
@@ -283,6 +327,9 @@ class Run:
     """An FSDP1 model with a Muon, and one process next to it.
 
     Args:
+        orig: FSDP1's ``use_orig_params``.
+        by_module: whether the config gets the module, or the process group. By default, where FSDP1 keeps the
+            original parameters.
         model: by default a :class:`Model`, with biases next to original parameters.
         groups: the parameter groups of a model's Muon, if it has all parameters.
         x: the shape of inputs.
@@ -293,12 +340,16 @@ class Run:
     ):
         torch.manual_seed(5)
         self.groups, self.x, self.steps = groups, x, 0
-        self.one = (Model(orig) if model is None else model()).to(device())
+        one = Model(orig) if model is None else model()
+        self.one = one.to(device())
         self.model = wrap(copy.deepcopy(self.one), orig, **wrapping)
-        by_module = orig if by_module is None else by_module
-        group = self.model.process_group
-        source = {"module": self.model} if by_module else {"fsdp_process_group": group}
-        self.config = create_auto_config(**source)
+        if by_module is None:
+            by_module = orig
+        if by_module:
+            self.config = create_auto_config(module=self.model)
+        else:
+            group = self.model.process_group
+            self.config = create_auto_config(fsdp_process_group=group)
         self.build()
 
     def build(self):
@@ -306,15 +357,20 @@ class Run:
             params, _ = partition_parameters(self.model)
         else:
             params = self.groups(self.model)
-        options = {"allow_batched_matrices": self.groups is not None, "lr": 0.1}
-        self.optimizer = Muon(params, distributed_config=self.config, **options)
+        self.optimizer = Muon(
+            params,
+            lr=0.1,
+            allow_batched_matrices=self.groups is not None,
+            distributed_config=self.config,
+        )
         group = self.model.process_group
         self.alone = OneProcess(self.model, [self.optimizer], self.one, fsdp=group)
 
     def step(self):
         """The shapes of the matrices that this rank orthogonalized."""
         self.steps += 1
-        self.model(common_muon.full(100 * self.steps, self.x)).pow(2).sum().backward()
+        inputs = common_muon.full(100 * self.steps, self.x)
+        self.model(inputs).pow(2).sum().backward()
         self.alone.step()
         with NewtonSchulzCalls() as calls:
             self.optimizer.step()

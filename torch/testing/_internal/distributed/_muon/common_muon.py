@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import Muon
-from torch.optim._muon_engine import process_groups
+from torch.optim._muon_engine import store
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._muon.common_config import near, randn
@@ -197,10 +197,10 @@ def piece_of(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
 
 def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How ``tensor`` is stored, but for its strides."""
-    where = (
-        (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
-    )
-    return type(tensor), tensor.dtype, tensor.shape, *where
+    stored = type(tensor), tensor.dtype, tensor.shape
+    if isinstance(tensor, DTensor):
+        return *stored, tensor.placements, tensor.device_mesh
+    return stored
 
 
 @functools.cache
@@ -243,10 +243,12 @@ def moved_alike(
         return near(a, expected, b - start)
     if a.dtype != torch.bfloat16:
         return torch.equal(a, expected)
-    a, b = a.float(), expected.float()
+    if a.shape != expected.shape:
+        return False
     # Half a unit in the last place of a parameter, and of a move of at most one half.
-    rounding = 2.0**-8 * b.abs() + 2.0**-10
-    return a.shape == b.shape and bool(((a - b).abs() <= 2 * steps * rounding).all())
+    rounding = 2.0**-8 * expected.float().abs() + 2.0**-10
+    difference = (a.float() - expected.float()).abs()
+    return bool((difference <= 2 * steps * rounding).all())
 
 
 def as_on_an_accelerator(optimizer):
@@ -282,7 +284,10 @@ def specs(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     dtype: torch.dtype = torch.float32,
 ) -> list[Spec]:
-    return [Spec(s, mesh, p, dtype) for p in placements for s in shapes]
+    """A matrix of each shape for each of ``placements``."""
+    return [
+        Spec(shape, mesh, of_mesh, dtype) for of_mesh in placements for shape in shapes
+    ]
 
 
 # Meshes are made once: equal ones with groups of their own get mixed up in DTensor's caches, and
@@ -323,32 +328,38 @@ class Twins:
         self.specs = list(specs)
         self.seed = seed
         self.seeds = list(seeds or range(seed, seed + len(self.specs)))
-        rows = list(zip(self.seeds, self.specs, strict=True))
-        wholes = [full(number, s.shape, s.dtype) for number, s in rows]
-        self.singles = [torch.nn.Parameter(whole.clone()) for whole in wholes]
-        placed = map(place, wholes, self.specs)
-        self.params = [torch.nn.Parameter(tensor) for tensor in placed]
-        self.starts = {single: single.detach().clone() for single in self.singles}
-        groups = groups or [(range(len(self.specs)), {})]
-        grouped, singly = (
-            [{"params": [ps[i] for i in own], **copy.deepcopy(o)} for own, o in groups]
-            for ps in (self.params, self.singles)
-        )
+        self.params, self.singles, self.starts = [], [], {}
+        for number, spec in zip(self.seeds, self.specs, strict=True):
+            whole = full(number, spec.shape, spec.dtype)
+            single = torch.nn.Parameter(whole.clone())
+            self.singles.append(single)
+            self.starts[single] = whole.clone()
+            self.params.append(torch.nn.Parameter(place(whole, spec)))
+        if groups is None:
+            groups = [(range(len(self.specs)), {})]
+        grouped, grouped_singles = [], []
+        for indices, own in groups:
+            params = [self.params[index] for index in indices]
+            singles = [self.singles[index] for index in indices]
+            grouped.append({"params": params, **copy.deepcopy(own)})
+            grouped_singles.append({"params": singles, **copy.deepcopy(own)})
         self.config = create_dtensor_config() if config is None else config
-        self.single = Muon(singly, **options)
+        self.single = Muon(grouped_singles, **options)
         self.optimizer = Muon(grouped, distributed_config=self.config, **options)
         self.steps = 0
 
     def set_gradients(self, missing: Sequence[int] = ()) -> None:
         """New, equal gradients for both, but none for the indices ``missing``."""
         self.steps += 1
-        for i, spec in enumerate(self.specs):
-            if i in missing:
-                self.singles[i].grad = self.params[i].grad = None
+        for index, spec in enumerate(self.specs):
+            param, single = self.params[index], self.singles[index]
+            if index in missing:
+                param.grad = single.grad = None
                 continue
-            gradient = full(self.seeds[i] + 1000 * self.steps, spec.shape, spec.dtype)
-            self.singles[i].grad = gradient
-            self.params[i].grad = place(gradient, spec)
+            seed = self.seeds[index] + 1000 * self.steps
+            gradient = full(seed, spec.shape, spec.dtype)
+            single.grad = gradient
+            param.grad = place(gradient, spec)
 
     def step(
         self, missing: Sequence[int] = (), closure: Callable | None = None
@@ -358,27 +369,29 @@ class Twins:
         self.optimizer.step(closure)
 
     def problems(self) -> list[str]:
+        """How parameters and momentum differ from those of one process."""
         found = []
-        for i, (param, single, spec) in enumerate(
-            zip(self.params, self.singles, self.specs, strict=True)
-        ):
-            name = f"{i}: {spec.shape} {spec.placements} {spec.dtype}"
-            its, start = single.detach(), self.starts.get(single)
+        for index, spec in enumerate(self.specs):
+            param, single = self.params[index], self.singles[index]
+            name = f"{index}: {spec.shape} {spec.placements} {spec.dtype}"
+            start = self.starts.get(single)
             cut = functools.partial(piece_of, spec=spec)
-            if not moved_alike(local(param), its, self.steps, start, cut):
+            if not moved_alike(local(param), single.detach(), self.steps, start, cut):
                 found.append(f"parameter {name}")
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
             its = self.single.state.get(single, {}).get("momentum_buffer")
-            if its is None:
-                # All buffers are made in the first step, so that checkpoints are the same on all ranks.
-                fits = mine is None or not local(mine).any()
-            else:
-                like = param.data.to(its.dtype)
-                fits = mine is not None and placed(mine) == placed(like)
-                fits = fits and equal(local(mine), piece_of(its, spec))
-            if not fits:
+            if not self.has_momentum_of(param, mine, its, spec):
                 found.append(f"momentum {name}: {mine}")
         return found
+
+    def has_momentum_of(self, param: Any, mine: Any, its: Any, spec: Any) -> bool:
+        """Whether a buffer is this rank's piece of ``its``, that of one process."""
+        if its is None:
+            # All buffers are made in the first step, so that checkpoints are the same on all ranks.
+            return mine is None or not local(mine).any()
+        if mine is None or placed(mine) != placed(param.data.to(its.dtype)):
+            return False
+        return equal(local(mine), piece_of(its, spec))
 
 
 TP_DIMS = (0, 1, None, -1, -2)
@@ -386,12 +399,18 @@ TP_DIMS = (0, 1, None, -1, -2)
 
 def sizes_of(size, count, how):
     """How ``size`` rows or columns are cut into ``count`` pieces."""
-    if how == "chunk":
-        step = -(-size // count)
-        return tuple(max(0, min(step, size - step * i)) for i in range(count))
+    if how == "last":
+        return (0,) * (count - 1) + (size,)
+    sizes = [0] * count
     if how == "balanced":
-        return tuple(size // count + (i < size % count) for i in range(count))
-    return (0,) * (count - 1) + (size,)
+        for line in range(size):
+            sizes[line % count] += 1
+    else:
+        # As torch.chunk: all but the last pieces have the same size.
+        step = math.ceil(size / count)
+        for line in range(size):
+            sizes[line // step] += 1
+    return tuple(sizes)
 
 
 class Strategy:
@@ -414,36 +433,61 @@ class Strategy:
         """TP cuts first, and FSDP the rows of its piece."""
         sizes, cuts = list(shape), []
         for kind, dim in (("tp", tp_dim), ("fsdp", 0)):
-            if kind in self.kinds and dim is not None:
-                along = self.kinds.index(kind)
-                which = self.mesh.get_coordinate()[along]
-                parts = sizes_of(sizes[dim], self.mesh.size(along), how)
-                cuts.append((dim % 2, parts, which))
-                sizes[dim] = parts[which]
+            if kind not in self.kinds or dim is None:
+                continue
+            mesh_dim = self.kinds.index(kind)
+            which = self.mesh.get_coordinate()[mesh_dim]
+            parts = sizes_of(sizes[dim], self.mesh.size(mesh_dim), how)
+            # A dimension may count from the end.
+            cuts.append((dim % 2, parts, which))
+            sizes[dim] = parts[which]
         return Cut(tuple(shape), tuple(cuts))
+
+    def tp_dims_of(self, count):
+        """The dimension that TP cuts of each of ``count`` matrices: some of each."""
+        if "tp" not in self.kinds:
+            return [None] * count
+        dims = itertools.cycle(TP_DIMS)
+        return [next(dims) for _ in range(count)]
 
     def twins(self, shapes=SHAPES, how="chunk"):
         """Matrices with some of each TP dimension."""
-        has_tp, flags = "tp" in self.kinds, {}
-        self.dims = [TP_DIMS[i % 5] if has_tp else None for i in range(len(shapes))]
-        if has_tp:
-            given = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
-            flags["tp_dim_per_param"] = given
-        cuts = [self.cut(s, d, how) for s, d in zip(shapes, self.dims)]
-        return Twins(cuts, self.config(**flags))
+        self.dims = self.tp_dims_of(len(shapes))
+        cuts, of_cut_ones = [], {}
+        for index, (shape, dim) in enumerate(zip(shapes, self.dims, strict=True)):
+            cuts.append(self.cut(shape, dim, how))
+            if dim is not None:
+                of_cut_ones[index] = dim
+        if "tp" not in self.kinds:
+            return Twins(cuts, self.config())
+        return Twins(cuts, self.config(tp_dim_per_param=of_cut_ones))
 
 
 class ParityAssertions:
+    @contextlib.contextmanager
+    def subTest(self, name: str = "", **case: Any):
+        """Names the case in an error. unittest's own says nothing on a rank, where no runner listens."""
+        try:
+            yield
+        except Exception as error:
+            words = [name] if name else []
+            words += [f"{key}={value}" for key, value in case.items()]
+            error.args = (f"{error}\nThe case is: {', '.join(words)}", *error.args[1:])
+            raise
+
     @contextlib.contextmanager
     def assertWarnsOnce(self, pattern=None, ranks=(0,)):
         """Each of ``ranks`` warns once of ``pattern``, and no other rank does; no rank without a pattern."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             yield
-        texts = [str(one.message) for one in warned]
-        found = [text for text in texts if re.search(pattern or "", text)]
-        count = int(self.rank in ranks and pattern is not None)
-        problems = [] if len(found) == count else texts or ["none"]
+        texts = [str(warning.message) for warning in warned]
+        if pattern is None:
+            is_right = not texts
+        else:
+            found = [text for text in texts if re.search(pattern, text)]
+            is_right = len(found) == (1 if self.rank in ranks else 0)
+        problems = [] if is_right else texts or ["none"]
         self.assertEverywhere(problems, f"warnings of {pattern}")
 
     def assertEverywhere(self, problems: list[str], message: str = "") -> None:
@@ -491,7 +535,7 @@ class ParityAssertions:
     def assertTrainsAlike(
         self, twins: Twins, steps: int = 2, message: str = "", missing=lambda step: ()
     ) -> None:
-        before = [p.detach().clone() for p in twins.singles]
+        before = [param.detach().clone() for param in twins.singles]
         for step in range(steps):
             twins.step(missing(step))
             self.assertParity(twins, f"{message} step {step}")
@@ -540,5 +584,5 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
         # The ranks of a test come to a step together, if they come.
-        process_groups.PATIENCE = 1.0
+        store.PATIENCE = 1.0
         super()._init_pg(rank, world_size, rdvz_file)

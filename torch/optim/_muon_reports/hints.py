@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from .layouts.layout import Layout
-from .process_groups import listed
-from .runtime.params import ParamInputs
+from .._muon_engine.process_groups import listed
 
 
 # Steps in a row, at any time of training.
@@ -20,38 +19,36 @@ _CAUSES = (
 
 
 class Hints:
-    """Looks for parameters without gradients, step by step."""
+    """Looks for parameters without gradients in the steps of ``engine``."""
 
-    def __init__(self, layouts: Sequence[Layout], rank: int) -> None:
-        self.steps = 0
+    def __init__(self, engine: Any) -> None:
+        self._trained = sum(not param.frozen for param in engine.params)
         # Parameters that this rank speaks for. A rank with an empty shard may have no gradient, and neither may
         # an expert that no token was routed to.
-        self._watched = {
-            layout.key.index: layout.describe()
-            for layout in layouts
-            if layout.key.expert is None
-            and not layout.shards.is_empty(rank)
-            and rank == (layout.holders[0] if len(layout.holders) > 1 else 0)
-        }
+        self._watched: dict[int, str] = {}
+        for layout in engine.schedule.layouts:
+            speaker = layout.holders[0] if len(layout.holders) > 1 else 0
+            is_expert = layout.key.expert is not None
+            if engine.rank == speaker and not is_expert:
+                if not layout.shards.is_empty(engine.rank):
+                    self._watched[layout.key.index] = layout.describe()
+        self._last_step = 0
         # Of those that had no gradient in the last step: how many steps in a row.
         self._steps_without: dict[int, int] = {}
         self._steps_without_any = 0
 
-    def look(self, inputs: Sequence[ParamInputs | None]) -> None:
-        """Looks at the gradients of one step. There are no ``inputs`` of a frozen parameter."""
-        self.steps += 1
-        missing = []
-        for index in self._watched:
-            of_param = inputs[index]
-            if of_param is not None and of_param.user_gradient is None:
-                missing.append(index)
-        if not missing:
+    def look(self, step: int, without_gradient: Sequence[Any]) -> None:
+        """Looks at a step in which some parameters had no gradient. Other steps need no look."""
+        if step != self._last_step + 1:
             self._steps_without, self._steps_without_any = {}, 0
-            return
-        counts = {index: self._steps_without.get(index, 0) + 1 for index in missing}
+        self._last_step = step
+        counts: dict[int, int] = {}
+        for param in without_gradient:
+            index = param.key.index
+            if index in self._watched:
+                counts[index] = self._steps_without.get(index, 0) + 1
         self._steps_without = counts
-        trained = [of_param for of_param in inputs if of_param is not None]
-        if all(of_param.user_gradient is None for of_param in trained):
+        if len(without_gradient) == self._trained and counts:
             self._steps_without_any += 1
         else:
             self._steps_without_any = 0
@@ -63,7 +60,7 @@ class Hints:
                 stacklevel=2,
             )
             return
-        late = [i for i, steps in counts.items() if steps >= STEPS_WITHOUT_ONE]
+        late = [index for index, steps in counts.items() if steps >= STEPS_WITHOUT_ONE]
         if late:
             names = listed([self._watched.pop(index) for index in late])
             warnings.warn(

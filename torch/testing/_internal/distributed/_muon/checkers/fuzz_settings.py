@@ -31,5 +31,11 @@ def fuzz(examples: int, *drawn):
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    seeded = hypothesis.seed(int(seed)) if seed else lambda test: test
-    return lambda test: settings(seeded(hypothesis.given(*drawn)(test)))
+
+    def decorate(test):
+        test = hypothesis.given(*drawn)(test)
+        if seed:
+            test = hypothesis.seed(int(seed))(test)
+        return settings(test)
+
+    return decorate

@@ -1,0 +1,208 @@
+"""How the ranks build an engine together: they read their parameters, assign owners, agree, and make the schedule."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import factory
+from .agreement import agree, Agreement, Signature
+from .config import DistributedConfig
+from .factory import is_from_factory, own_functions
+from .layouts.dtensor import device_of
+from .layouts.layout import Layout
+from .layouts.reader import describe_state, ParamInfo, Reader
+from .process_groups import (
+    larger_first,
+    overlapping_groups,
+    Ranks,
+    ranks_per_node,
+    spanning_group,
+)
+from .runtime.params import Param
+from .schedule import buckets
+from .schedule.packs import slots_for
+from .schedule.schedule import Schedule
+
+
+class Plan(NamedTuple):
+    """What all ranks have agreed upon."""
+
+    # Has all layouts. Its buckets lack the matrices of frozen parameters.
+    schedule: Schedule = Schedule((), (), ())
+    # Global rank -> the indices of the parameters whose first matrix it owns.
+    assignments: Mapping[int, Sequence[int]] = {}
+
+
+class Setting(NamedTuple):
+    """What an engine is built from, on this rank. Without a ``reader``, the user's functions know the layouts."""
+
+    config: DistributedConfig
+    params: Sequence[Param]
+    reader: Reader | None
+    rank: int
+    world_size: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether both functions that move data are the factory's."""
+        return self.reader is not None and not own_functions(self.config)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [param.tensor for param in self.params]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the communication buffers."""
+        groups = self.reader.sharing.values() if self.reader is not None else ()
+        return device_of(self.tensors, chain.from_iterable(groups))
+
+
+def build(
+    setting: Setting,
+    before: Collection[Tensor],
+    error: BaseException | None,
+    is_lasting: bool,
+    agreement: Agreement,
+) -> Plan:
+    """Makes the plan together with the other ranks, and fills ``agreement``. They compare which parameters are not
+    among those ``before`` a change, so that all replace the same ones. All of them raise an ``error`` of this rank.
+    """
+    config, reader = setting.config, setting.reader
+    layouts: list[Layout] = []
+    owners: list[int] = []
+    assignments: Mapping[int, Sequence[int]] = {}
+    signed: list[tuple[Ranks, Signature]] = []
+    try:
+        if reader is not None:
+            layouts = _read(setting, error)
+        if error is None:
+            config.check()
+            layouts = _divided(setting, layouts)
+            owners, assignments = _assigned(setting, layouts)
+            signed = list(_signatures(setting, layouts, owners, before))
+    except Exception as raised:
+        error = error or raised
+    if reader is None:
+        if error is not None:
+            raise error
+        return Plan(assignments=assignments)
+    signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in reader.sharing}
+    for ranks, signature in signed:
+        signatures[ranks].append(signature)
+    trained = {layout.holders for layout in layouts if not layout.frozen}
+    agreement.overlapping |= overlapping_groups(trained)
+    agree(reader.sharing, signatures, error, is_lasting, agreement)
+    schedule = buckets.make_schedule(
+        layouts,
+        owners,
+        one_owner_at_a_time=not config.async_gpu_parallelism,
+        ranks_per_node=ranks_per_node(),
+        slots=slots_for(config.prefetch_count),
+    )
+    if setting.is_packed:
+        _make_further_groups(schedule, setting.rank, reader, agreement)
+    return Plan(schedule, assignments)
+
+
+def _read(setting: Setting, error: BaseException | None) -> list[Layout]:
+    infos = [ParamInfo(p.config_index, p.key.name, p.form) for p in setting.params]
+    reader: Any = setting.reader
+    return reader.read(setting.tensors, infos, error)
+
+
+def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
+    """The layouts, with a block for each owner of a matrix that has several."""
+    owners_per_matrix = setting.config.state.get("owners_per_matrix", 1)
+    if owners_per_matrix == 1 or not setting.is_packed:
+        return layouts
+    if not is_from_factory(setting.config, "assign"):
+        return layouts
+    of_layouts = [setting.params[layout.key.index] for layout in layouts]
+    algorithms = [param.formulas.ns_algorithm for param in of_layouts]
+    from .schedule.division import divided
+
+    return divided(layouts, owners_per_matrix, ranks_per_node(), algorithms)
+
+
+def _assigned(
+    setting: Setting, layouts: Sequence[Layout]
+) -> tuple[list[int], Mapping[int, Sequence[int]]]:
+    """The owner of each layout, and the parameters of each owner."""
+    config, tensors = setting.config, setting.tensors
+    entries: dict[str, Any] = {factory.LAYOUTS: layouts}
+    if setting.reader is not None:
+        describe_state(setting.reader, config.state)
+        if not setting.is_packed:
+            from .functions import check_stacks
+
+            check_stacks(setting.params, layouts)
+        if is_from_factory(config, "assign"):
+            return factory.choose_owners(tensors, layouts)
+        entries |= {"rank": setting.rank, "world_size": setting.world_size}
+    from .schedule.assignments import owners_of
+
+    with factory.lent(config.state, entries):
+        assignments = config.assign_fn(tensors, config.state)
+    described = [param.described for param in setting.params]
+    owners = owners_of(assignments, layouts, described, setting.world_size)
+    return owners, {rank: list(owned) for rank, owned in assignments.items()}
+
+
+def _signatures(
+    setting: Setting,
+    layouts: Sequence[Layout],
+    owners: Sequence[int],
+    before: Collection[Tensor],
+) -> Iterator[tuple[Ranks, Signature]]:
+    """The holders of each matrix, and the values that they compare."""
+    config, per_node = setting.config, ranks_per_node()
+    of_config = {
+        "device": setting.device.type if setting.is_packed else "",
+        "prefetch_count": str(config.prefetch_count),
+        "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
+        "functions of your own": str(own_functions(config)),
+    }
+    options: dict[int, dict[str, str]] = {}
+    for param in setting.params:
+        if param.group not in options:
+            options[param.group] = param.formulas.signature() | of_config
+    owners_per_matrix = config.state.get("owners_per_matrix", 1)
+    for layout, owner in zip(layouts, owners):
+        key, param = layout.key, setting.params[layout.key.index]
+        counts_nodes = owners_per_matrix != 1 or len(layout.holders) > buckets.MAX_PEERS
+        fields = {
+            # No index: ranks that also hold other experts or stages count differently.
+            "name": str(key.name) if key.expert is None else f"expert {key.expert}",
+            "owners_per_matrix": f"{owners_per_matrix} ({key.block[1]} for this one)",
+            "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
+            # Before the shape, which follows from it.
+            "split": options[param.group]["split"],
+            "shape": str(layout.shape),
+            "dtype": str(param.tensor.dtype),
+            "grad_dtype": str(layout.dtype),
+            "placement": layout.placement,
+            "shards": layout.shards.digest,
+            "requires_grad": str(not param.frozen),
+            "replaced": str(param.tensor not in before),
+            "owner": str(owner),
+        }
+        fields |= options[param.group]
+        yield layout.holders, Signature(layout.describe(), tuple(fields.items()))
+
+
+def _make_further_groups(
+    schedule: Schedule, rank: int, reader: Reader, agreement: Agreement
+) -> None:
+    """Makes the groups of relays, of two levels and of the owners of divided matrices."""
+    further = schedule.further_groups(rank)
+    for ranks in larger_first(further.keys() - agreement.groups.keys()):
+        candidates = []
+        for sharing_ranks, groups in reader.sharing.items():
+            if {*ranks} <= {*sharing_ranks}:
+                candidates += groups
+        group = spanning_group(ranks, candidates, further[ranks])
+        agreement.groups[ranks] = group

@@ -1,0 +1,128 @@
+"""This rank's part of a tensor: of a DTensor, its local tensor; a plain tensor is its own local part."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage behind ``tensor`` on this rank, to be read or written in place."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A functional collective's result is a wrapper until its first use waits for it.
+    local = local.wait() if hasattr(local, "wait") else local
+    return local.detach() if local.requires_grad else local
+
+
+class LocalParts(NamedTuple):
+    """This rank's parts of a parameter, of its momentum and of its gradient, if it has one."""
+
+    param: Tensor
+    momentum: Tensor
+    gradient: Tensor | None
+
+
+def usual_parts(
+    param: Tensor,
+    momentum: Any,
+    gradient: Tensor | None,
+    grad_dtype: torch.dtype | None,
+) -> LocalParts | None:
+    """The parts of tensors that have one shape, placement and device, and one dtype of momentum and gradient:
+    ``grad_dtype``, or any if that is None. Returns None in every other case, and for tensors of other types.
+    """
+    others = (momentum,) if gradient is None else (momentum, gradient)
+    for other in others:
+        if not isinstance(other, Tensor) or other.shape != param.shape:
+            return None
+        if other.device != param.device or other.layout != torch.strided:
+            return None
+        if other.dtype != momentum.dtype:
+            return None
+    if momentum.dtype != (grad_dtype or momentum.dtype):
+        return None
+    local, local_others = param, list(others)
+    if isinstance(param, DTensor):
+        mesh, placements = param.device_mesh, param.placements
+        local = param._local_tensor
+        local_others = []
+        for other in others:
+            if not isinstance(other, DTensor):
+                return None
+            if other.placements != placements:
+                return None
+            # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
+            if other.device_mesh is not mesh and other.device_mesh != mesh:
+                return None
+            local_others.append(other._local_tensor)
+        for other in local_others:
+            if other.shape != local.shape or other.device != local.device:
+                return None
+    for other in local_others:
+        # A wrapper may have to be waited for, and a view may belong to autograd.
+        if type(other) is not Tensor or other.requires_grad:
+            return None
+    if type(local) is not Tensor and type(local) is not torch.nn.Parameter:
+        return None
+    if local.requires_grad:
+        local = local.detach()
+    return LocalParts(local, *local_others, *([None] if gradient is None else []))
+
+
+def is_frozen(param: Tensor) -> bool:
+    """Whether a Parameter takes no gradients. It does not depend on ``grad``, which ranks may differ in."""
+    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype | None:
+    """The dtype of the gradients of ``param``, and of its momentum; None if they may have any."""
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    return param.grad_dtype if param.is_leaf else param.dtype
+
+
+class Traits(NamedTuple):
+    """The properties from which the layout of a parameter is read, for a later comparison."""
+
+    # Whether it is a Parameter that takes no gradients.
+    frozen: bool
+    # The dtype of its gradients; None for any.
+    grad_dtype: torch.dtype | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    # Only a contiguous parameter can be flattened.
+    is_contiguous: bool
+    # Of a DTensor: the shape and device of its local tensor, its mesh and its placements.
+    placed: tuple = ()
+
+
+def traits_of(param: Tensor) -> Traits:
+    placed: tuple = ()
+    if isinstance(param, DTensor):
+        local = param._local_tensor
+        placed = local.shape, local.device, param.device_mesh, param.placements
+    return Traits(
+        is_frozen(param),
+        gradient_dtype(param),
+        param.shape,
+        param.dtype,
+        param.device,
+        param.is_contiguous(),
+        placed,
+    )
+
+
+def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a tensor of the kind and placement of ``param``, without communication."""
+    if not isinstance(param, DTensor):
+        return local
+    # DTensor.from_local() would move an offloaded one to the mesh's device.
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, meta)
+    return DTensor(local, spec, requires_grad=False)

@@ -1,0 +1,280 @@
+"""Binds what stays the same between steps: when a step first needs its memory, and when options of batches change."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..._newton_schulz import NS_DTYPE
+from ..layouts.local import local_part
+from ..schedule.packs import grouped
+from .bound import (
+    Batch,
+    BoundBucket,
+    Chunk,
+    Copies,
+    Entry,
+    Pair,
+    Preparation,
+)
+from .joining import joined_entries, joined_pairs
+from .matrices import LocalMatrix
+from .memory import Memory
+from .params import Param
+from .transport import BoundPack, LocalBucket
+
+
+# Accelerators blend and apply regions of this many bytes at once, unless one region is larger.
+PREPARED_BYTES = 64 * 1024**2
+
+
+class Binder:
+    """Binds the work of this ``rank`` on ``buckets``, which are in the order of their gathers. A CPU (``is_cpu``) takes
+    one region after another.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[LocalBucket],
+        params: Sequence[Param],
+        rank: int,
+        memory: Memory,
+    ) -> None:
+        self.memory = memory
+        self.device = memory.device
+        self.is_cpu = memory.device.type == "cpu"
+        self._buckets = buckets
+        self._params = params
+        self._rank = rank
+        # The memory of the largest batch, in bytes.
+        self._whole: Any = None
+
+    def bind(
+        self, formulas: Mapping[int, Any] | Sequence[Any]
+    ) -> dict[LocalBucket, BoundBucket]:
+        """Binds all buckets, with the batches that the ``formulas`` of each parameter group allow."""
+        batches_of: dict[LocalBucket, list[list[LocalMatrix]]] = {}
+        for bucket in self._buckets:
+            batches_of[bucket] = self._batches(bucket, formulas)
+        self._take_memory(batches_of)
+        # A parameter's gradient comes into momentum before the first gather of one of its matrices.
+        accumulated: set[int] = set()
+        bound: dict[LocalBucket, BoundBucket] = {}
+        for bucket, batches in batches_of.items():
+            preparations = self._preparations(bucket, accumulated)
+            bound[bucket] = self._bind(bucket, preparations, batches)
+        return bound
+
+    def _batches(
+        self, bucket: LocalBucket, formulas: Mapping[int, Any] | Sequence[Any]
+    ) -> list[list[LocalMatrix]]:
+        """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
+        by_kind: dict[Hashable, list[list[LocalMatrix]]] = {}
+        for matrix in bucket.matrices:
+            if matrix.owner != self._rank:
+                continue
+            shape = matrix.layout.shape
+            of_group = formulas[matrix.group]
+            # An owner's blocks come before its other matrices, and each is alone.
+            alone = matrix.index if matrix.products is not None else None
+            batches = by_kind.setdefault((alone, of_group.compute_key, shape), [[]])
+            if len(batches[-1]) == of_group.batch_size(shape, self.device):
+                batches.append([])
+            batches[-1].append(matrix)
+        all_batches: list[list[LocalMatrix]] = []
+        for batches in by_kind.values():
+            all_batches += batches
+        return all_batches
+
+    def _take_memory(
+        self, batches_of: Mapping[LocalBucket, Sequence[Sequence[LocalMatrix]]]
+    ) -> None:
+        """Takes memory for the largest batch, and on a CPU for the largest blended region of each dtype."""
+        largest = 0
+        for bucket, batches in batches_of.items():
+            for batch in batches:
+                largest = max(largest, len(batch) * batch[0].layout.numel)
+            if self.is_cpu:
+                for matrix in bucket.matrices:
+                    for region in matrix.sent:
+                        self.memory.reserve(region.numel, matrix.layout.dtype)
+        needed = largest * NS_DTYPE.itemsize
+        if self._whole is None or needed > len(self._whole):
+            if self._whole is not None:
+                self.memory.release(self._whole)
+            self._whole = self.memory.zeros(needed)
+
+    def _preparations(
+        self, bucket: LocalBucket, accumulated: set[int]
+    ) -> list[Preparation]:
+        """The work before the gather of ``bucket``. ``accumulated`` has the parameters of earlier gathers, and gets
+        those of this one.
+        """
+        parts = [bucket.matrices]
+        if self.is_cpu:
+            parts = [[matrix] for matrix in bucket.matrices]
+        preparations: list[Preparation] = []
+        for matrices in parts:
+            new: dict[int, list[int]] = {}
+            sent: list[Entry] = []
+            for matrix in matrices:
+                if matrix.param_index not in accumulated:
+                    accumulated.add(matrix.param_index)
+                    new.setdefault(matrix.group, []).append(matrix.param_index)
+                for _, region, view in bucket.gather_send.of(matrix.index):
+                    sent.append(Entry(matrix, region, view))
+            preparations.append(Preparation(matrices, new, self._blended(sent)))
+        return preparations
+
+    def _bind(
+        self,
+        bucket: LocalBucket,
+        preparations: Sequence[Preparation],
+        batches: Sequence[Sequence[LocalMatrix]],
+    ) -> BoundBucket:
+        results: dict[int, list[Tensor]] = {}
+        others: list[LocalMatrix] = []
+        without_update: list[Entry] = []
+        for matrix in bucket.matrices:
+            if matrix.owner == self._rank:
+                packed = bucket.results_of(matrix.index)
+                results[matrix.index] = [view for _, _, view in packed]
+                continue
+            others.append(matrix)
+            if not matrix.receives:
+                for region in matrix.shard:
+                    without_update.append(Entry(matrix, region, None))
+        relayed: dict[Any, Sequence[Chunk]] = {}
+        for relay in bucket.relays:
+            if not relay.is_source:
+                received = _received(relay.matrices, relay.packed)
+                relayed[relay] = self._updated(received)
+        received = _received(others, bucket.scatter_recv)
+        return BoundBucket(
+            preparations=preparations,
+            batches=[self._bind_batch(bucket, batch) for batch in batches],
+            results=results,
+            applied=self._updated(received + without_update),
+            relayed=relayed,
+        )
+
+    def _bind_batch(
+        self, bucket: LocalBucket, matrices: Sequence[LocalMatrix]
+    ) -> Batch:
+        rows, columns = matrices[0].layout.shape
+        nbytes = len(matrices) * rows * columns * NS_DTYPE.itemsize
+        flat = self._whole.narrow(0, 0, nbytes).view(NS_DTYPE)
+        whole = flat.view(len(matrices), rows, columns)
+        sent: list[Entry] = []
+        received: list[tuple[int, Pair]] = []
+        results: list[tuple[int, Pair]] = []
+        applied: list[Entry] = []
+        sums: list[int] = []
+        for place, matrix in enumerate(matrices):
+            of_matrix = whole[place]
+            if matrix.layout.shards.partial:
+                sums.append(place)
+            else:
+                for region in matrix.sent:
+                    sent.append(Entry(matrix, region, region.of_matrix(of_matrix)))
+                for rank, region, view in bucket.gather_recv.of(matrix.index):
+                    pair = Pair(matrix, region.of_matrix(of_matrix), view)
+                    received.append((rank, pair))
+            for rank, region, view in bucket.results_of(matrix.index):
+                pair = Pair(matrix, view, region.of_matrix(of_matrix))
+                results.append((rank, pair))
+            for region in matrix.shard:
+                applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
+        return Batch(
+            matrices,
+            whole,
+            own=self._blended(sent),
+            received=Copies.of(_joined(received)),
+            results=Copies.of(_joined(results)),
+            applied=self._updated(applied),
+            sums=sums,
+        )
+
+    def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:
+        """Chunks of momenta to blend with gradients."""
+
+        def kind_of(entry: Entry) -> Hashable:
+            return entry.matrix.group
+
+        chunks = self._chunks(entries, kind_of)
+        if not self.is_cpu:
+            return chunks
+        return [
+            chunk._replace(scratch=self._scratch_for(chunk.entries[0]))
+            for chunk in chunks
+        ]
+
+    def _updated(self, entries: Sequence[Entry]) -> list[Chunk]:
+        """Chunks of parameters to update."""
+
+        def kind_of(entry: Entry) -> Hashable:
+            matrix = entry.matrix
+            stored = local_part(self._params[matrix.param_index].tensor)
+            # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
+            of_storage = stored.device, stored.dtype
+            has_update = entry.tensor is not None
+            return matrix.group, matrix.layout.full_shape, of_storage, has_update
+
+        return self._chunks(entries, kind_of)
+
+    def _chunks(
+        self, entries: Sequence[Entry], kind_of: Callable[[Entry], Hashable]
+    ) -> list[Chunk]:
+        """Entries whose regions go into one foreach call: one by one on a CPU, and elsewhere up to ``PREPARED_BYTES``
+        of one kind.
+        """
+        lists: list[Sequence[Entry]] = []
+        if self.is_cpu:
+            lists = [[entry] for entry in entries]
+        else:
+            sized = []
+            for entry in joined_entries(entries):
+                nbytes = entry.region.numel * entry.matrix.layout.dtype.itemsize
+                sized.append((entry, kind_of(entry), nbytes))
+            for of_kind in grouped(sized, PREPARED_BYTES).values():
+                lists += of_kind
+        return [self._chunk(entries) for entries in lists]
+
+    def _chunk(self, entries: Iterable[Entry]) -> Chunk:
+        """One chunk. Its entries know whether their regions are all that this rank stores of the parameters."""
+        known: list[Entry] = []
+        for entry in entries:
+            region = entry.region
+            stored = local_part(self._params[entry.matrix.param_index].tensor)
+            _, count, _ = region.repeat
+            is_whole = count == 1 and stored.shape == (region.height, region.width)
+            known.append(entry._replace(is_whole=is_whole))
+        first = known[0].matrix
+        tensors = [entry.tensor for entry in known]
+        return Chunk(first.group, first.layout.full_shape, known, tensors)
+
+    def _scratch_for(self, entry: Entry) -> Tensor | None:
+        """Memory for the blended momentum of a region. All regions use the same memory, one after another."""
+        dtype = self._params[entry.matrix.param_index].grad_dtype
+        if dtype is None:
+            return None  # The momentum may have any dtype.
+        region = entry.region
+        flat = self.memory.scratch(region.numel, dtype)
+        return region.in_blocks(flat.view(region.height, region.width))
+
+
+def _joined(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:
+    """``pairs``, each with a rank; some as one if a parameter has several of the matrices."""
+    gradient_of = {pair.matrix.index: pair.matrix.gradient_key for _, pair in pairs}
+    if len(set(gradient_of.values())) == len(gradient_of):
+        return [pair for _, pair in pairs]
+    return joined_pairs(pairs)
+
+
+def _received(matrices: Sequence[LocalMatrix], pack: BoundPack) -> list[Entry]:
+    """The regions of ``matrices`` whose updates come in ``pack``."""
+    received: list[Entry] = []
+    for matrix in matrices:
+        for _, region, view in pack.of(matrix.index):
+            received.append(Entry(matrix, region, view))
+    return received

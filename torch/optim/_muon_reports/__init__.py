@@ -1,0 +1,1 @@
+"""What a Muon tells its users beside errors: what a step costs, and probable mistakes."""
