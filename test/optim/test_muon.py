@@ -70,7 +70,7 @@ def stock_that_spares_its_input():
 
 
 # Options that the first release did not have.
-NEW_FLAGS = {"foreach", "ns_algorithm", "split", "flatten"}
+NEW_FLAGS = {"foreach", "fused", "ns_algorithm", "split", "flatten"}
 
 
 SHAPES = [(8, 8), (16, 48), (48, 16), (1, 7), (7, 1), (1, 1), (33, 31), (64, 5)]

@@ -262,7 +262,7 @@ class TestDistributedConfig(MuonTestCase):
                     )
 
     def test_foreach_with_a_config(self):
-        # Four buckets of four matrices.
+        # A single rank has one bucket.
         shapes = [(4, 6)] * 16
         for foreach in (None, False, True):
             with self.subTest(foreach=foreach):
@@ -271,7 +271,7 @@ class TestDistributedConfig(MuonTestCase):
                 with NewtonSchulzCalls() as calls:
                     optimizer.step()
                 self.assertEqual(calls.shapes, shapes)
-                self.assertEqual(calls.batches, [(4, 4, 6)] * 4 if foreach else [])
+                self.assertEqual(calls.batches, [(16, 4, 6)] if foreach else [])
                 # On an accelerator, None batches too.
                 formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
                 size = formulas.batch_size((4, 6), torch.device("cuda"))
@@ -282,7 +282,7 @@ class TestDistributedConfig(MuonTestCase):
         ]
         with NewtonSchulzCalls() as calls:
             Muon(groups, distributed_config="auto").step()
-        self.assertEqual(calls.batches, [(2, 4, 6)] * 4)
+        self.assertEqual(calls.batches, [(8, 4, 6)])
 
 
 class TestMuonErrors(MuonTestCase):
@@ -516,6 +516,17 @@ class TestReplaced(MuonTestCase):
                     if layout.key.expert == 7:
                         found.append(layout.key.index)
                 self.assertEqual(found, places)
+
+    def test_steps_are_counted_on(self):
+        """Errors and notes for other ranks have the number of the step."""
+        for factory in FACTORIES:
+            with self.subTest(factory=factory):
+                ours = Muon(make_params((6, 4)), distributed_config=factory())
+                for step in (1, 2, 3):
+                    ours.step()
+                    self.assertEqual(ours._engine.steps, step)
+                    # The next step builds the engine again.
+                    ours.param_groups[0]["params"] += make_params((6, 4), seed=step)
 
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]

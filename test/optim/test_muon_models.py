@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.fitting import placed_like
+from torch.optim._muon_engine.layouts.fitting import placed_like, problem_with
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -263,6 +263,14 @@ class TestDTensorsOnOneRank(MuonTestCase):
             mesh = DeviceMesh("cpu", [0], mesh_dim_names=(dimension_name,))
             tensors.append(DTensor.from_local(torch.ones(2, 2), mesh))
         self.assertFalse(placed_like(*tensors))
+
+    def test_gradient_that_is_no_dtensor(self):
+        plain = torch.ones(2, 2)
+        dtensor = DTensor.from_local(plain, self.mesh)
+        for param, grad in ((dtensor, plain), (plain, dtensor)):
+            with self.subTest(param=type(param)):
+                expected = f"the parameter is a DTensor {param is dtensor}, but its gradient {grad is dtensor}"
+                self.assertEqual(problem_with(param, grad), expected)
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
@@ -880,6 +888,17 @@ class TestOutputHeads(PartitionTestCase):
                 "features": self.convolutions(),
                 "block": hidden({"down": linear(8, 16), "up": linear(16, 8)}),
                 "last": hidden(linear(40, 64)),
+            }
+        )
+
+    def test_one_convolution_more_than_matrices(self):
+        self.expect(
+            {
+                "features": self.convolutions(),
+                "gate": hidden(linear(16, 16)),
+                "last": rest(
+                    linear(40, 64), "output head: no convolution takes its rows"
+                ),
             }
         )
 

@@ -210,6 +210,18 @@ class TestCoefficients(TestCase):
                         torch.equal(found, self.with_all_products(x, coefficients))
                     )
 
+    def test_cubic_in_the_gram_form(self):
+        """Without the product, the Gram matrix is multiplied by its coefficient alone."""
+        torch.manual_seed(0)
+        coefficients = [(3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0)]
+        for shape in ((8, 12), (12, 8), (64, 256)):
+            with self.subTest(shape=shape):
+                x = torch.randn(shape).bfloat16()
+                expected = common_config.exact(x, coefficients)
+                found = newton_schulz(x, coefficients, 2, 1e-7, "gram")
+                distance = (found - expected).norm()
+                self.assertLess(distance, 0.05 * expected.norm())
+
     def with_all_products(self, x, coefficients):
         """As stock computes it."""
         is_tall = x.size(-2) > x.size(-1)

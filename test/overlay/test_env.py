@@ -31,10 +31,13 @@ def make_wheel(folder, name, version, files):
 
 
 # Each package as a wheel's file name spells it, and the version that is asked for.
-MODULES = {
-    re.split("[<=>]", name)[0].replace("-", "_"): (name.split("==") + ["1.0"])[1]
-    for name in env.PACKAGES
-}
+MODULES: dict[str, str] = {}
+for wanted in env.PACKAGES:
+    # Without the machines that need it.
+    requirement, _, _ = wanted.partition(";")
+    module = re.split("[<=>]", requirement)[0].replace("-", "_")
+    _, _, exact_version = requirement.partition("==")
+    MODULES[module] = exact_version or "1.0"
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,9 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     of_step = values["costs"]
     assert of_step["ours-1-quintic"][3] == of_step["stock"][3] == 4 * half
     assert values["exchange"]["those of a step"][0] == 2 * half
-    assert values["trace"]["cpu_op"] > 0
+    for name in stages.OURS, stages.FUSED:
+        assert values["trace"][name]["cpu_op"] > 0
+        assert (tmp_path / f"trace-{name}.json.gz").exists()
     assert list(values["host"]["tiny"]["FSDP2"]) == list(of_step)
     recorded = values["graph"]["tiny"]
     parts = "parameters", "equal", "moved", "moved_without_lr"
@@ -55,7 +57,6 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     # the matrix and a read of the update.
     least = [nbytes for nbytes, _ in values["passes"]["passes"].values()]
     assert least == [14 * 2 * half, 10 * 2 * half, 24 * 2 * half]
-    assert (tmp_path / "trace.json.gz").exists()
 
     what = ["scale", "--only", "GPT-2 124M, FSDP, 8 ranks"]
     capsys.readouterr()

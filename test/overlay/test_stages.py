@@ -1,5 +1,6 @@
 """The stages of TESTING.md: each test has the marker of one of them."""
 
+ON_ONE_GPU = {"TestMuonOnGPU", "TestMuonOnOneGPU", "TestMuonFusedOnGPU"}
 STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}
 
 
@@ -7,4 +8,4 @@ def test_each_test_has_one_stage(request):
     for item in request.session.items:
         (stage,) = {mark.name for mark in item.iter_markers()} & STAGES
         case = getattr(item.cls, "__name__", "")
-        assert (stage == "stage2") == (case in {"TestMuonOnGPU", "TestMuonOnOneGPU"})
+        assert (stage == "stage2") == (case in ON_ONE_GPU)

@@ -16,7 +16,8 @@ from .layouts import Laid, local_of, Shape
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 OPTIONS = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 IMPLEMENTATIONS = {
-    "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a, ours-p-a-foreach foreach=True",
+    "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a, ours-p-a-foreach foreach=True, "
+    "ours-p-a-fused fused=True",
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
@@ -43,6 +44,7 @@ def make(
             distributed_config=laid.make_config(int(prefetch)),
             ns_algorithm=rest[0] if rest else "quintic",
             foreach=True if "foreach" in rest else None,
+            fused=True if "fused" in rest else None,
             **OPTIONS,
         )
     if name == "stock":

@@ -121,7 +121,7 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeC
             fully_shard(linear, mesh=mesh["outer"])
         else:
             fully_shard(linear, mesh=mesh)
-    return _dtensor_config
+    return dtensor_config
 
 
 def _ddp_config(group: dist.ProcessGroup, prefetch: int) -> DistributedConfig:
@@ -136,5 +136,5 @@ def _fsdp1_config(linears: nn.ModuleList, prefetch: int) -> DistributedConfig:
     )
 
 
-def _dtensor_config(prefetch: int) -> DistributedConfig:
+def dtensor_config(prefetch: int) -> DistributedConfig:
     return create_dtensor_config(prefetch_count=prefetch)

@@ -19,14 +19,14 @@ from .wheel import find_wheel, plain_environment
 PACKAGES = (
     "numpy", "expecttest", "hypothesis==6.155.7", "pytest", "pytest-xdist", "coverage",
     "jupytext", "matplotlib", "cosmic-ray==8.7.0", "ruff", "pyrefly==0.58.0", "unittest-xml-reporting<=3.2.0",
+    # The kernels are interpreted and compiled without a GPU. A torch with CUDA brings its own version.
+    "triton; sys_platform == 'linux'",
 )  # fmt: skip
-# docs/frameworks.md says what holds with these. torchtitan imports triton, which only
-# torch with CUDA brings, of its own version.
+# docs/frameworks.md says what holds with these. torchtitan imports triton, too.
 FRAMEWORKS = (
     "accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "torchtitan==0.3.0",
     "muon-optimizer==0.1.0",
     "megatron-core==0.16.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
-    "triton; sys_platform == 'linux'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"

@@ -104,7 +104,8 @@ class Muon(Optimizer):
             rank; "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
         foreach (bool, optional): whether to orthogonalize matrices of equal shape in one batch. The
             rounding of an update may differ from the for-loop's, by about 1 % of its Frobenius norm.
-            None means False, but True for accelerators with a ``distributed_config`` (default: None)
+            None means False, but True for accelerators with a ``distributed_config`` or with ``fused``
+            (default: None)
         allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
             stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
             Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
@@ -113,7 +114,12 @@ class Muon(Optimizer):
             Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
             have four products with the long side instead of ten. "symmetric" computes only the upper
             blocks of the symmetric products. On CPUs where this has the same bits, "quintic" does so,
-            too (default: "quintic")
+            too. On CUDA, the products of "gram" and "symmetric" are kernels in Triton, in float16
+            (default: "quintic")
+        fused (bool, optional): whether kernels in Triton take gradients into momentum and make what is
+            orthogonalized in one pass, and apply updates in another. Not with ``foreach=True``. Without
+            CUDA or Triton, and for parameters in float64 or on a CPU, torch's operations do the same.
+            Parameters in bfloat16 are rounded once, not twice. None means False (default: None)
 
     A parameter group may also have
 
@@ -156,6 +162,7 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         allow_batched_matrices: bool = False,
         ns_algorithm: str = "quintic",
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -169,6 +176,7 @@ class Muon(Optimizer):
             **MuonFormulas._field_defaults,
             "foreach": foreach,
             "ns_algorithm": ns_algorithm,
+            "fused": fused,
         }
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = checks.checked_config(distributed_config)
@@ -305,7 +313,6 @@ class Muon(Optimizer):
                     raise problem
             elif self._engine is not None:
                 self._engine = _new_engine(self)
-                self._hints = None
         except BaseException:
             self.param_groups.pop()
             raise
@@ -421,7 +428,6 @@ class Muon(Optimizer):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.rendezvous(self._tensors())
             engine = self._engine = _new_engine(self)
-            self._hints = None
         config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
         without_gradient = engine.step(config, formulas, self.state)
@@ -463,6 +469,8 @@ def _new_engine(muon: Muon) -> Engine:
 
     config: Any = muon._distributed_config
     params = _live_params(muon)
+    # They are about the parameters of the former engine.
+    muon._hints = None
     takes_stacks = muon._allow_batched_matrices
     # The other ranks wait for this one, so they learn of a problem before it is raised.
     problem = checks.find_problem(muon)
@@ -521,19 +529,29 @@ def _single_tensor_muon(
             [matrix for tensor in tensors for matrix in formulas.matrices(tensor)]
             for tensors in (params, grads, muon_momentum_bufs)
         )
-    for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
-        formulas.accumulate([buf], [grad])
+    # In one pass, if kernels take both.
+    fuses = bool(grads) and formulas.takes_kernels(muon_momentum_bufs, grads)
+    fuses = fuses and all(grad.ndim == 2 for grad in grads)
+    if not fuses:
+        for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
+            formulas.accumulate([buf], [grad])
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
-        if len(batch) == 1:
+        if len(batch) == 1 and not fuses:
             (blended,) = formulas.blend([muon_momentum_bufs[batch[0]]], [first])
             updates = [formulas.update_of(blended)]
         else:
             shape = (len(batch), *first.shape)
             stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
-            for i, out in zip(batch, stacked, strict=True):
-                out.copy_(*formulas.blend([muon_momentum_bufs[i]], [grads[i]]))
-            updates = list(formulas.orthogonalize(stacked).unbind())
+            if fuses:
+                bufs = [muon_momentum_bufs[i] for i in batch]
+                formulas.accumulate_and_blend(
+                    bufs, [grads[i] for i in batch], list(stacked)
+                )
+            else:
+                for i, out in zip(batch, stacked, strict=True):
+                    out.copy_(*formulas.blend([muon_momentum_bufs[i]], [grads[i]]))
+            updates = list(formulas.orthogonalize(stacked, out=stacked).unbind())
         shape = split.joined_shape(first.shape)
         step_size = formulas.step_size(shape, first.device)
         formulas.apply([params[i] for i in batch], updates, step_size)
@@ -542,8 +560,11 @@ def _single_tensor_muon(
 def _batches(
     grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: MuonFormulas
 ) -> list[list[int]]:
-    """The indices of the matrices in each batch, or of each alone unless ``foreach``."""
-    if not formulas.foreach:
+    """The indices of the matrices in each batch, or of each alone unless ``foreach`` or, on a GPU, ``fused``."""
+    takes_batches = formulas.foreach
+    if takes_batches is None and grads:
+        takes_batches = formulas.fused and grads[0].is_cuda
+    if not takes_batches:
         return [[i] for i in range(len(grads))]
     alike: dict[tuple, list[int]] = {}
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
@@ -584,7 +605,8 @@ def muon(
 ) -> None:
     r"""Functional API that performs Muon algorithm computation.
 
-    See :class:`~torch.optim.Muon` for details, also of ``ns_algorithm``, ``split`` and ``flatten``.
+    See :class:`~torch.optim.Muon` for details, also of ``ns_algorithm``, ``fused``, ``split`` and
+    ``flatten``.
     """
     if foreach is None and allow_batched_matrices and distributed_config is None:
         # Accelerators iterate a stack at once.

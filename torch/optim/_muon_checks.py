@@ -91,6 +91,8 @@ def check_options(options: dict[str, Any]) -> None:
             f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
         )
     check_ns_algorithm(options["ns_algorithm"])
+    if options["fused"] and options["foreach"]:
+        raise ValueError("fused=True and foreach=True exclude each other; pass one")
 
 
 def find_problem(muon: Any, first_group: int = 0) -> Exception | None:

@@ -17,6 +17,8 @@ from .optimizer import _to_scalar
 
 # Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
 _BATCH_BYTES = 64 * 1024**2
+# On accelerators, symmetric products are launched more often, which takes the host longer for small batches.
+_SYMMETRIC_BATCH_BYTES = 128 * 1024**2
 _WHOLE = Split()
 
 
@@ -100,6 +102,7 @@ class MuonFormulas(NamedTuple):
     # A Split; None only as the default of a parameter group.
     split: Any = None
     flatten: bool = False
+    fused: bool | None = None
 
     @classmethod
     def of_group(cls, group: MutableMapping[str, Any]) -> "MuonFormulas":
@@ -121,7 +124,7 @@ class MuonFormulas(NamedTuple):
     def compute_key(self) -> tuple:
         """Matrices with equal keys may share a batch."""
         iteration = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return *iteration, self.foreach
+        return *iteration, self.foreach, self.fused
 
     @property
     def _readable_lr(self) -> float | None:
@@ -184,6 +187,46 @@ class MuonFormulas(NamedTuple):
         else:
             torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
 
+    def accumulate_and_blend(
+        self,
+        bufs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        targets: Sequence[Tensor],
+    ) -> None:
+        """Both :meth:`accumulate` and :meth:`blend`, with what is to be orthogonalized in ``targets``. A matrix without a
+        gradient keeps its momentum, which goes there. In one pass if ``fused``.
+        """
+        present = [grad for grad in grads if grad is not None]
+        if self.takes_kernels(bufs, present, targets):
+            from ._muon_kernels import accumulate_and_blend
+
+            accumulate_and_blend(
+                bufs, grads, targets, self.momentum, nesterov=self.nesterov
+            )
+            return
+        with_grad = [buf for buf, grad in zip(bufs, grads) if grad is not None]
+        if with_grad:
+            self.accumulate(with_grad, present)
+        pairs = zip(bufs, grads, strict=True)
+        blended = [buf if grad is None else grad for buf, grad in pairs]
+        torch._foreach_copy_(list(targets), list(self.blend(list(bufs), blended)))
+
+    def has_kernels(self, device: torch.device) -> bool:
+        """Whether ``fused`` is set, and ``device`` is a GPU that has the kernels."""
+        if not self.fused or device.type != "cuda":
+            return False
+        from ._newton_schulz_kernels import has_kernels
+
+        return has_kernels(device)
+
+    def takes_kernels(self, *lists: Sequence[Tensor]) -> bool:
+        """Whether the kernels of ``fused`` take these lists of tensors."""
+        if torch.compiler.is_compiling() or not self.has_kernels(lists[0][0].device):
+            return False
+        from ._newton_schulz_kernels import pass_takes
+
+        return pass_takes(*lists)
+
     def blend(
         self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
@@ -209,7 +252,7 @@ class MuonFormulas(NamedTuple):
             products,
             out=out,
         )
-        # A tall update is transposed. Transposing it once is faster than transposing each region of it.
+        # Copying a transposed update once is faster than copying each region of it.
         return update if out is None or update is out else out.copy_(update)
 
     def update_of(self, blended: Tensor) -> Tensor:
@@ -220,7 +263,10 @@ class MuonFormulas(NamedTuple):
         """How many matrices of ``shape`` go into one batch."""
         if self.foreach is False or (self.foreach is None and device.type == "cpu"):
             return 1
-        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))
+        most_bytes = _BATCH_BYTES
+        if device.type != "cpu" and self.ns_algorithm != "quintic":
+            most_bytes = _SYMMETRIC_BATCH_BYTES
+        return max(1, most_bytes // max(1, math.prod(shape) * NS_DTYPE.itemsize))
 
     def step_size(self, shape: Sequence[int], device: torch.device) -> "StepSize":
         """The step size of matrices of the global ``shape`` on ``device``."""
@@ -232,12 +278,18 @@ class MuonFormulas(NamedTuple):
         alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
         return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
 
-    @staticmethod
     def apply(
-        params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
+        self, params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
     ) -> None:
-        """Decays and updates matrices, or pieces of matrices, of one step size."""
+        """Decays and updates matrices, or pieces of matrices, of one step size. In one pass if ``fused``."""
         decay, alpha, is_on_device = step_size
+        if updates is not None and self.takes_kernels(params, updates):
+            from ._muon_kernels import apply_updates
+
+            if not is_on_device:
+                # A Tensor on a CPU, which a GPU cannot read.
+                decay, alpha = float(decay), float(alpha)
+            return apply_updates(params, updates, decay, alpha)
         if (len(params) == 1 or params[0].is_cpu) and not is_on_device:
             # Foreach functions of a CPU would round the numbers to a parameter's dtype.
             for i, param in enumerate(params):

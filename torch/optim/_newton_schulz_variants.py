@@ -31,6 +31,8 @@ class _GramLimits(NamedTuple):
 _GRAM_ON_CPUS = _GramLimits(long_by_short=1.5, short=1)
 # Measured on an H100 (docs/data/h100-gpu.md), with plain products.
 _GRAM_ON_ACCELERATORS = _GramLimits(long_by_short=3.5, short=2048)
+# With the kernels of ``_newton_schulz_kernels.py``, at least this many times the short side.
+GRAM_LONG_BY_SHORT = 1.5
 # Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
 # matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
 _GRAM_GROWTH = 50
@@ -47,6 +49,12 @@ def fastest(
     out: Tensor | None = None,
 ) -> Tensor:
     """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
+    if products is None and coefficients and not x.is_cpu:
+        from . import _newton_schulz_kernels as kernels
+
+        form = kernels.form_for(x, ns_algorithm)
+        if form:
+            return kernels.orthogonalized(x, coefficients, eps, form, out)
     products = products or products_for(x, ns_algorithm)
     shape = products.shape or x.shape[-2:]
     if uses_gram(shape, ns_algorithm, x.is_cpu):
@@ -162,7 +170,11 @@ def newton_schulz_bytes(
     short, long = sorted(shape)
     square, block = short * short, short * long // owners
     elements = 3 * block + 2 * square
-    if uses_gram(shape, ns_algorithm, is_cpu):
+    may_use_gram = uses_gram(shape, ns_algorithm, is_cpu)
+    if not is_cpu and ns_algorithm == "gram":
+        # By kernels, if the GPU has them.
+        may_use_gram = long >= GRAM_LONG_BY_SHORT * short
+    if may_use_gram:
         elements = max(3 * block + square, 2 * block + 5 * square)
     if owners > 1:
         # The sum of Gram matrices is in float32.
@@ -178,12 +190,12 @@ def _gram_form(
     if is_tall:
         x = x.mT
     x = x / products.norm(x).clamp(min=eps)
-    for steps in _steps_by_gram_matrix(coefficients):
+    for steps in steps_by_gram_matrix(coefficients):
         x = _gram_factor(x, steps, products) @ x
     return x.mT if is_tall else x
 
 
-def _steps_by_gram_matrix(
+def steps_by_gram_matrix(
     coefficients: Sequence[Coefficients],
 ) -> list[list[Coefficients]]:
     """The steps that share one Gram matrix: three and two of the default five."""

@@ -301,7 +301,7 @@ def partition_parameters(
     check_resharded(module)
     matrices, others = [], []
     for parameter_name, parameter, tensors in logical_matrices(module):
-        # Number of dimensions -> a tensor that has so many.
+        # Number of dimensions -> the name of a tensor with that number.
         examples = {len(shape): tensor_name for tensor_name, shape in tensors}
         if 2 not in examples:
             others.append(parameter)

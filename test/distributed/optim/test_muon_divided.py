@@ -4,11 +4,13 @@
 import contextlib
 import math
 import os
+import re
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.optim import Muon
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule import division
@@ -197,6 +199,21 @@ class TestMuonDivided(OnCPU):
             build = partial(self.twins, layout, config)
             text = "owners_per_matrix is 1 .1 for this one. on rank 0"
             self.assertRaisesEverywhere(build, ValueError, f"ranks disagree.*{text}")
+
+    def test_description_of_each_group(self):
+        """The line about the ranks of a group has neither the matrices of others nor frozen ones."""
+        placed = [
+            Spec((32, 32), mesh_of(4), (S0,)),
+            Spec((48, 48), mesh_of(4), (S0,)),
+            Spec((64, 64), None, None),
+        ]
+        with self.small():
+            twins = Twins(placed)
+            twins.params[1].requires_grad_(False)
+            config = create_dtensor_config()
+            page = Muon(twins.params, distributed_config=config).describe()
+        found = re.findall(r'"auto" would have (.*?)\.', page)
+        self.assertEqual(found, ["4 for 32 x 32"])
 
 
 if __name__ == "__main__":

@@ -84,8 +84,13 @@ class TestMuonUntrained(MistakesTestCase):
                 steps(1)
                 steps(6, [1])
         pattern = "no parameter of this Muon has had a gradient in 3 steps"
+        with self.assertWarnsOnce():
+            steps(1)
+            steps(2, [0, 1])
         with self.assertWarnsOnce(pattern):
-            steps(9, [0, 1])
+            steps(1, [0, 1])
+        with self.assertWarnsOnce():
+            steps(6, [0, 1])
 
 
 class TestMuonUnsharded(MistakesTestCase):

@@ -288,6 +288,18 @@ class TestMuonDescribe(OnCPU):
         sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))
         self.assertEqual(rows, [(sent, received)] * 4)
 
+    def test_memory_for_updates_of_a_batch(self):
+        """In a wide dtype, the updates of two matrices take more than Newton-Schulz."""
+        params = []
+        for _ in range(2):
+            params.append(nn.Parameter(torch.ones(64, 128, dtype=torch.float64)))
+        with mock.patch.object(buckets, "MAX_BUCKETS", 1):
+            muon = Muon(params, foreach=True, distributed_config="auto")
+        page = muon.describe()
+        # In bfloat16, and in the dtype of the parameters.
+        expected = 2 * 64 * 128 * (2 + 8) / 2**20
+        self.assertIn(f"and {expected:.4g} for Newton-Schulz and updates", page)
+
     def test_who_is_busy_and_what_is_left_out(self):
         params = self.params([(256, 256), (8, 8), (8, 8)])
         params[1][1].requires_grad_(False)

@@ -158,6 +158,17 @@ class TestMuonFSDP1(common_muon.OnCPU):
                     expected = {tuple(weight.shape) for weight in Model().parameters()}
                     self.assertEqual(found, expected)
 
+        # The flat parameters show it without the module, too.
+        config = create_auto_config(
+            fsdp_process_group=grid.get_group("a"),
+            tp_process_group=grid.get_group("b"),
+            tp_dim_per_param=0,
+        )
+        muon = Muon(params, lr=0.1, distributed_config=config)
+        with self.everywhere():
+            found = {layout.shape for layout in muon._engine.schedule.layouts}
+            self.assertEqual(found, expected)
+
         # FSDP1 knows the ranks of TP.
         muon = Muon(params, distributed_config=create_auto_config(module=model))
         with self.everywhere():

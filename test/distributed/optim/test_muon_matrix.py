@@ -110,8 +110,9 @@ def train_pieces(case, mesh, kinds, flags, expert=0, **given):
     for bucket in twins.optimizer._engine.schedule.buckets:
         if case.rank in bucket.ranks:
             own.append(bucket)
-    # With fewer, there is nothing to prefetch.
-    case.assertGreaterEqual(len(own), 3)
+    # With fewer, there is nothing to prefetch. A rank alone has nothing to exchange.
+    is_alone = all(len(bucket.ranks) == 1 for bucket in own)
+    case.assertGreaterEqual(len(own), 1 if is_alone else 3)
     case.assertTrainsAlike(twins, 1)
 
 

@@ -541,6 +541,18 @@ class TestMuonReplaced(common_muon.OnCPU):
             for param, old in zip(twins.params, before, strict=True):
                 self.assertTrue(torch.equal(common_muon.local(param.detach()), old))
 
+    def test_plain_parameters_become_dtensors_on_one_rank_only(self):
+        """It waits over the store for ranks that shared nothing with it before."""
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sharded",))
+        twins = self.trained(self.placed())
+        if self.rank == 3:
+            self.replace(twins, 1, Spec(SHAPES[1], mesh, (S0,)))
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=2), group)
+        pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
+        self.assertRaisesEverywhere(twins.step, RuntimeError, pattern, [3])
+
     def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
         """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
         requests = []

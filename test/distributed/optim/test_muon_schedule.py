@@ -425,6 +425,21 @@ class TestMuonDivision(TestCase):
 
 
 class TestMuonSchedule(TestCase):
+    def test_divided_and_heavy_matrices_come_first(self):
+        """The owners of a divided matrix come to its collectives together."""
+        light, heavy, middle = shards_of([(8, 8), (32, 32), (16, 16)], 2)
+        layouts = [light, heavy, *divide(middle, 2)]
+        owner_of = [0, 0, 0, 1]
+        for options, expected in (
+            ({}, [[2, 1, 0, 3]]),
+            # Matrices of one owner wait until it has no divided ones.
+            ({"one_owner_at_a_time": True}, [[2, 3], [1, 0]]),
+        ):
+            with self.subTest(options=options):
+                with mock.patch.object(buckets, "MAX_BUCKETS", 1):
+                    found = make_schedule(layouts, owner_of, **options).buckets
+                self.assertEqual([[*bucket.matrices] for bucket in found], expected)
+
     def test_no_rank_has_thousands_of_peers(self):
         for world, node in ((512, 1), (1024, 8), (4096, 16), (16384, 64)):
             with self.subTest(world=world, node=node):

@@ -95,7 +95,7 @@ def play(stage: Callable[[Machine], Found], machine: Machine, page: Page) -> Non
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench.gpu", description=__doc__)
     add = result.add_argument
-    add("folder", type=Path, help="for gpu.md, gpu.json and trace.json.gz")
+    add("folder", type=Path, help="for gpu.md, gpu.json and traces")
     names = [stage.__name__ for stage in STAGES]
     add("--only", nargs="+", choices=names, default=names, metavar="STAGE")
     add("--overlay", default="", help="its name, for the page")

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,10 +37,12 @@ from tools.bench.models import MODELS
 from .. import contestants, engine_view, fleet, step, table, traffic
 from ..contestants import LR, MOMENTUM, WEIGHT_DECAY
 from ..layouts import Laid, lay, lay_plain, local_of
+from . import training as model
 
 
 ROOT = Path(__file__).parents[3]
-OURS, OTHERS = "ours-1-quintic", ("stock", "adamw", "fused")
+OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
+OTHERS = "stock", "adamw", "fused"
 TEST_LIMIT = 90  # seconds of one test
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
 
@@ -224,6 +227,7 @@ def _products(matrices: Tensor) -> None:
 
 def steps(machine: Machine) -> Found:
     ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
+    ours += [f"{name}-fused" for name in ours]
     texts, values = [], {}
     for layout in ("shard", "ddp"):
         job = machine.job(*ours, *OTHERS, layout=layout)
@@ -249,7 +253,7 @@ class Cost(NamedTuple):
 
 def costs(machine: Machine) -> Found:
     """Time of the host and memory in a step. A training loop waits until step() returns."""
-    job = machine.job(OURS, *OTHERS)
+    job = machine.job(OURS, FUSED, *OTHERS)
     found, described = machine.run(_costs, job)[0]
     rows = []
     for name, cost in found.items():
@@ -358,7 +362,7 @@ def host(machine: Machine) -> Found:
 def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
     fsdp2 = lay(job.layout, job.workload, world, job.device)
     found: dict[str, Any] = {"matrices": len(fsdp2.params)}
-    found["FSDP2"] = _times_of((OURS, *OTHERS), fsdp2, job)
+    found["FSDP2"] = _times_of((OURS, FUSED, *OTHERS), fsdp2, job)
     plain = lay_plain(job.workload, job.device)
     names = OURS, f"{OURS}-foreach", *OTHERS
     found["plain tensors, no config"] = _times_of(names, plain, job)
@@ -407,12 +411,23 @@ def _warm(job: step.Job, world: int) -> Muon:
 
 
 def trace(machine: Machine) -> Found:
-    """One step of rank 0. Perfetto and chrome://tracing show the file."""
-    path = machine.folder / "trace.json.gz"
-    machine.run(_trace, (machine.job(OURS), path))
+    """One step of rank 0. Perfetto and chrome://tracing show the files."""
+    texts, values = [], {}
+    for name in (OURS, FUSED):
+        path = machine.folder / f"trace-{name}.json.gz"
+        machine.run(_trace, (machine.job(name), path))
+        of_step = _trace_of(path)
+        texts += [f"{path.name}: one step of rank 0", *of_step.texts]
+        values[name] = of_step.values
+        machine.tell(Found(texts, values))
+    return Found(texts, values)
+
+
+def _trace_of(path: Path) -> Found:
+    """The operations that took longest."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
-    texts, values = [f"{path.name}: one step of rank 0"], {}
+    texts, values = [], {}
     # Launches, and the host's calls; on a CPU, the operations.
     for kind in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op"):
         counts, microseconds = Counter(), Counter()
@@ -603,6 +618,67 @@ def _passes(rank: int, world: int, job: Any) -> dict[str, Any]:
     return {"bytes per second": rate, "passes": found}
 
 
+# Ranks of which the page estimates the share that is left of a step.
+MORE_RANKS = 8, 64
+
+
+def training(machine: Machine) -> Found:
+    """What the optimizers' step is of a training step, and what more ranks under FSDP2 would leave of it."""
+    size, repetitions = (model.BILLION, 3) if machine.gpus else (model.TINY, 1)
+    job = size, (OURS, FUSED, "stock", "fused"), machine.device, repetitions
+    found = machine.run(model.train, job)[0]
+    rows = []
+    for name, by_tokens in found.items():
+        for tokens, (of_training, of_optimizers) in by_tokens.items():
+            rest = of_training - of_optimizers
+            cells = [name, f"{tokens}", f"{1e3 * of_training:.1f}"]
+            cells += [
+                f"{1e3 * of_optimizers:.1f}",
+                f"{of_optimizers / of_training:.1%}",
+            ]
+            for ranks in MORE_RANKS:
+                left = _left_by(ranks, of_optimizers, name)
+                cells.append(f"{left / (left + rest):.1%}")
+            rows.append(cells)
+    head = [
+        "optimizers",
+        "tokens a rank",
+        "training step, ms",
+        "optimizers, ms",
+        "share",
+    ]
+    head += [f"{ranks} ranks" for ranks in MORE_RANKS]
+    note = (
+        "Forward and backward in bfloat16, with compiled blocks. fused is AdamW for all parameters; the others have it for those "
+        "that are no matrices. The last columns are estimates: the measured seconds of the optimizers, those of the host "
+        "included, divided by the ranks (stock: not divided), and the simulated transfers of Muon added."
+    )
+    return Found([table.render(head, rows), note], found)
+
+
+def _left_by(ranks: int, seconds: float, name: str) -> float:
+    """The seconds of the optimizers with ``ranks`` under FSDP2, if those of one rank are ``seconds``."""
+    if name == "stock":
+        # Every rank orthogonalizes every matrix.
+        return seconds
+    if name == "fused":
+        return seconds / ranks
+    # The simulator needs NumPy.
+    from ..scale.cases import Case
+    from ..scale.hardware import Hardware
+    from ..scale.plan import make_plan
+    from ..scale.report import schedule_of
+    from ..scale.timeline import simulate
+
+    hardware = Hardware()
+    schedule = schedule_of(Case("Llama 3.2 1B", "fsdp", ranks), hardware)
+    plan = make_plan(schedule, ranks, hardware.gpus_per_node)
+    # What the transfers add to the products.
+    endless = replace(hardware, intra_bandwidth=1e18, inter_bandwidth=1e18)
+    transfers = simulate(plan, hardware).seconds - simulate(plan, endless).seconds
+    return seconds / ranks + transfers
+
+
 def exchange(machine: Machine) -> Found:
     """In the ring, each rank sends to one neighbour and receives from the other: the link."""
     if machine.gpus == 1:
@@ -775,14 +851,15 @@ def outcomes(lines: list[dict[str, Any]]) -> Found:
 # Each with its limit in seconds. Together: less than 15 minutes.
 STAGES: dict[Callable[[Machine], Found], float] = {
     environment: 30,
-    newton_schulz: 80,
-    steps: 110,
-    costs: 70,
-    host: 90,
-    waits: 40,
-    trace: 50,
+    newton_schulz: 70,
+    steps: 90,
+    costs: 50,
+    host: 70,
+    waits: 30,
+    trace: 40,
     graph: 60,
-    passes: 50,
-    exchange: 60,
+    passes: 40,
+    training: 150,
+    exchange: 50,
     tests: 200,
 }

@@ -2,7 +2,7 @@
 ranks meet before they build the engine again.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,10 +11,7 @@ from . import store
 from .agreement import Agreement
 from .layouts.reader import Reader
 from .process_groups import group_timeout, larger_first
-from .runtime.params import Lineage, Param
-
-
-States = MutableMapping[Tensor, MutableMapping[str, Any]]
+from .runtime.params import Lineage, Param, States
 
 
 class Replacement(NamedTuple):

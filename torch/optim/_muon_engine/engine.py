@@ -18,13 +18,11 @@ from .config import DistributedConfig
 from .layouts.local import traits_of
 from .process_groups import larger_first, listed, Ranks
 from .runtime.packed import PackedStep
-from .runtime.params import Lineage, Param, StepInputs
+from .runtime.params import Lineage, Param, States, StepInputs
 from .runtime.transport import CollectiveError
 from .schedule.schedule import Schedule
 from .store import FailureNotes
 
-
-States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 log = logging.getLogger("torch.optim.muon")
 
@@ -33,8 +31,8 @@ _FAILED_BEFORE = "another rank failed before this step. "
 
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters. It takes a copy of ``config``, whose
-    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. This rank raises ``error``,
-    or an unread one of ``former``'s last step, after the other ranks have learned of it.
+    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. This rank
+    raises ``error``, or an unread one of ``former``'s last step, after the other ranks have learned of it.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Engine:
                 self.plan = build(
                     self._setting, before, error, is_lasting, self.agreement
                 )
-            self._ordered = self._in_common_order()
+            self.ordered = self._in_common_order()
             if former is not None:
                 self._inherit(replaced, states)
             # Parameters on meta will be materialized, which builds another engine.
@@ -143,11 +141,6 @@ class Engine:
         return self.agreement.groups
 
     @property
-    def ordered(self) -> Sequence[Param]:
-        """The parameters in the order of all ranks."""
-        return self._ordered
-
-    @property
     def rank(self) -> int:
         """This process's global rank, unless the config's state replaces it."""
         return self.config.state.get("rank", process_groups.process_rank())
@@ -186,7 +179,6 @@ class Engine:
             self._runner = PackedStep(
                 self.schedule,
                 self.params,
-                self._ordered,
                 self.agreement,
                 rank=self.rank,
                 device=self.device,
@@ -263,7 +255,7 @@ class Engine:
         may_have_moved = False
         try:
             self._check(config, formulas)
-            inputs = StepInputs(formulas, self._ordered, states, grads)
+            inputs = StepInputs(formulas, self.ordered, states, grads)
             runner = self._runner or self._make_runner()
             may_have_moved = True
             difference = runner.share_statuses(self.steps, inputs)

@@ -124,12 +124,9 @@ def fitting_momentum(
     param: Tensor, buffer: Any, dtype: torch.dtype | None = None
 ) -> Tensor:
     """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
-    ranks must make this call, because a change of the placement is a collective. Raises ValueError if that is not
-    possible.
+    ranks must make this call, because a change of the placement is a collective. :func:`problem_with_momentum` must
+    have found no problem.
     """
-    problem = problem_with_momentum(param, buffer)
-    if problem:
-        raise ValueError(problem)
     if not placed_like(param, buffer):
         buffer = _placed(param, buffer)
     if not fits(param, buffer, dtype):

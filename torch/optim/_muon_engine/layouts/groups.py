@@ -129,9 +129,12 @@ class GroupsReader:
 
     def _add_all(self, collector: PieceCollector, params: Sequence[Tensor]) -> None:
         for index, param in enumerate(params):
-            if self.problem:
-                raise ValueError(self.problem)
-            collector.add(index, param, self.info(index), self.given["fsdp"])
+            self._add(collector, index, param)
+
+    def _add(self, collector: PieceCollector, index: int, param: Tensor) -> None:
+        if self.problem:
+            raise ValueError(self.problem)
+        collector.add(index, param, self.info(index), self.given["fsdp"])
 
     def _groups_of_meshes(self) -> list[ProcessGroup]:
         """The groups within the DTensors' meshes, in the order of all ranks."""
@@ -182,11 +185,8 @@ class GroupsReader:
                 f"gather_fn cannot put together parameter {index} outside of step(): ranks of fsdp_process_group hold other "
                 "matrices of a stack. Call it with a DTensor"
             )
-        if self.problem:
-            raise ValueError(self.problem)
         pieces = LocalPieces(self.shared, self.given["ep"])
-        collector = self._collector(pieces, self._views())
-        collector.add(index, tensor, self.info(index), self.given["fsdp"])
+        self._add(self._collector(pieces, self._views()), index, tensor)
         return complete(pieces)
 
 

@@ -53,6 +53,12 @@ class Region(NamedTuple):
             return self._replace(column=start + by, width=size)
         return self._replace(row=start + by, height=size)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow each other in local storage."""
+        _, count, _ = self.repeat
+        return count == 1 and (self.height <= 1 or self.width == self.stride)
+
     def in_blocks(self, view: Tensor) -> Tensor:
         """A ``view`` of shape (height, width), with one more dimension for several blocks."""
         dim, count, _ = self.repeat

@@ -72,7 +72,9 @@ def usual_parts(
         return None
     if local.requires_grad:
         local = local.detach()
-    return LocalParts(local, *local_others, *([None] if gradient is None else []))
+    if gradient is None:
+        return LocalParts(local, local_others[0], None)
+    return LocalParts(local, local_others[0], local_others[1])
 
 
 def is_frozen(param: Tensor) -> bool:

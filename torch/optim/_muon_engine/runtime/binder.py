@@ -48,6 +48,10 @@ class Binder:
         self._rank = rank
         # The memory of the largest batch, in bytes.
         self._whole: Any = None
+        # The parameter groups whose passes over memory are kernels, which need no memory of their own.
+        self._fused_groups: set[int] = set()
+        # The indices of the parameters whose gradients come into momentum where the momentum is blended.
+        self._accumulating: set[int] = set()
 
     def bind(
         self, formulas: Mapping[int, Any] | Sequence[Any]
@@ -57,6 +61,8 @@ class Binder:
         for bucket in self._buckets:
             batches_of[bucket] = self._batches(bucket, formulas)
         self._take_memory(batches_of)
+        self._fused_groups = self._groups_with_kernels(formulas)
+        self._accumulating = self._accumulating_params()
         # A parameter's gradient comes into momentum before the first gather of one of its matrices.
         accumulated: set[int] = set()
         bound: dict[LocalBucket, BoundBucket] = {}
@@ -85,6 +91,29 @@ class Binder:
         for batches in by_kind.values():
             all_batches += batches
         return all_batches
+
+    def _groups_with_kernels(
+        self, formulas: Mapping[int, Any] | Sequence[Any]
+    ) -> set[int]:
+        groups = {param.group for param in self._params}
+        return {group for group in groups if formulas[group].has_kernels(self.device)}
+
+    def _accumulating_params(self) -> set[int]:
+        """The indices of the parameters of which this rank blends all that it stores, as regions without gaps. Kernels
+        take these gradients into momentum in the same pass.
+        """
+        taken: set[int] = set()
+        others: set[int] = set()
+        for bucket in self._buckets:
+            for matrix in bucket.matrices:
+                is_taken = (
+                    matrix.group in self._fused_groups
+                    and not matrix.layout.shards.partial
+                    and matrix.sent == matrix.shard
+                    and all(region.is_contiguous for region in matrix.sent)
+                )
+                (taken if is_taken else others).add(matrix.param_index)
+        return taken - others
 
     def _take_memory(
         self, batches_of: Mapping[LocalBucket, Sequence[Sequence[LocalMatrix]]]
@@ -118,9 +147,10 @@ class Binder:
             new: dict[int, list[int]] = {}
             sent: list[Entry] = []
             for matrix in matrices:
-                if matrix.param_index not in accumulated:
-                    accumulated.add(matrix.param_index)
-                    new.setdefault(matrix.group, []).append(matrix.param_index)
+                index = matrix.param_index
+                if index not in accumulated and index not in self._accumulating:
+                    accumulated.add(index)
+                    new.setdefault(matrix.group, []).append(index)
                 for _, region, view in bucket.gather_send.of(matrix.index):
                     sent.append(Entry(matrix, region, view))
             preparations.append(Preparation(matrices, new, self._blended(sent)))
@@ -196,14 +226,22 @@ class Binder:
         )
 
     def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:
-        """Chunks of momenta to blend with gradients."""
+        """Chunks of momenta to blend with gradients, which some of them accumulate in the same pass."""
+
+        def accumulates(entry: Entry) -> bool:
+            return entry.matrix.param_index in self._accumulating
 
         def kind_of(entry: Entry) -> Hashable:
-            return entry.matrix.group
+            # The kernels take contiguous targets only.
+            is_contiguous = entry.tensor.is_contiguous()
+            return entry.matrix.group, accumulates(entry), is_contiguous
 
         chunks = self._chunks(entries, kind_of)
         if not self.is_cpu:
-            return chunks
+            return [
+                chunk._replace(accumulates=accumulates(chunk.entries[0]))
+                for chunk in chunks
+            ]
         return [
             chunk._replace(scratch=self._scratch_for(chunk.entries[0]))
             for chunk in chunks
@@ -235,6 +273,9 @@ class Binder:
             sized = []
             for entry in joined_entries(entries):
                 nbytes = entry.region.numel * entry.matrix.layout.dtype.itemsize
+                if entry.matrix.group in self._fused_groups:
+                    # All regions in one launch.
+                    nbytes = 0
                 sized.append((entry, kind_of(entry), nbytes))
             for of_kind in grouped(sized, PREPARED_BYTES).values():
                 lists += of_kind

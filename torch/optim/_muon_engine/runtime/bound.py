@@ -39,6 +39,8 @@ class Chunk(NamedTuple):
     tensors: list[Any]
     # On a CPU, memory for the blended momentum of its one entry; None for chunks to update.
     scratch: Tensor | None = None
+    # Whether the gradients come into momentum here, in the same pass, and not before.
+    accumulates: bool = False
 
     def present(self, inputs: StepInputs) -> "Chunk":
         """Those whose update this step applies."""

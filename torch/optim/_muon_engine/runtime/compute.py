@@ -116,14 +116,18 @@ class MuonCompute:
         for matrix, region, _, is_whole in chunk.entries:
             of_param = inputs.params[matrix.param_index]
             momentum, gradient = of_param.momentum, of_param.gradient
-            if gradient is None:
+            if gradient is None and not chunk.accumulates:
                 gradient = momentum
             if not is_whole:
                 momentum = region.of_local(momentum)
-                gradient = region.of_local(gradient)
+                if gradient is not None:
+                    gradient = region.of_local(gradient)
             momenta.append(momentum)
             gradients.append(gradient)
         formulas = inputs.formulas[chunk.group]
+        if chunk.accumulates:
+            formulas.accumulate_and_blend(momenta, gradients, chunk.tensors)
+            return
         blended = formulas.blend(momenta, gradients, chunk.scratch)
         torch._foreach_copy_(chunk.tensors, blended)
 

@@ -1,6 +1,7 @@
 """The step of an engine that moves shards itself, in packed all-to-alls."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,12 @@ from .transport import InFlight, local_buckets, LocalBucket
 
 
 class PackedStep:
-    """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
-
-    ``params`` are in the order of their indices, and ``ordered`` has them in the order of all ranks.
-    """
+    """Runs the buckets of one rank, step after step, over memory that keeps its addresses."""
 
     def __init__(
         self,
         schedule: Schedule,
         params: Sequence[Param],
-        ordered: Sequence[Param],
         agreement: Agreement,
         *,
         rank: int,
@@ -42,7 +39,6 @@ class PackedStep:
         self.device = device
         self.memory = Memory(device, keeps_buffers)
         self.progress = Progress()
-        self._ordered = ordered
         groups = agreement.groups
         matrices = matrices_of(schedule, params, rank)
         # This rank's buckets, by their index in the schedule.
@@ -117,23 +113,26 @@ class PackedStep:
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
         self.progress.now = "statuses", self.side_channel.matrices
-        try:
-            return self.side_channel.share(step, inputs)
-        except BaseException:
-            drain(self._flights)
-            raise
+        return self._drained(partial(self.side_channel.share, step, inputs))
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
+        self._drained(partial(self._run, inputs))
+        self.progress.now = "", ()
+
+    def _run(self, inputs: StepInputs) -> None:
+        self._bind(inputs.formulas)
+        inputs.place(self.progress)
+        self._executor.run(inputs)
+        self.side_channel.finish(inputs)
+
+    def _drained(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` returns. After an error, waits for everything in flight."""
         try:
-            self._bind(inputs.formulas)
-            inputs.place(self.progress)
-            self._executor.run(inputs)
-            self.side_channel.finish(inputs)
+            return run()
         except BaseException:
             drain(self._flights)
             raise
-        self.progress.now = "", ()
 
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
@@ -152,11 +151,7 @@ class PackedStep:
             for matrix in bucket.matrices:
                 if matrix.products is not None:
                     starts.append((bucket, matrix.products.connect))
-        try:
-            connect(starts, self.memory)
-        except BaseException:
-            drain(self._flights)
-            raise
+        self._drained(partial(connect, starts, self.memory))
 
     def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
         """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``

@@ -1,6 +1,6 @@
 """An optimizer's parameters on this rank, and what a step knows of them."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from ..layouts.local import (
     traits_of,
     usual_parts,
 )
+
+
+States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
 class Param:
@@ -63,6 +66,7 @@ class ParamInputs:
 
     __slots__ = (
         "gradient",
+        "is_placed",
         "local",
         "misfit",
         "momentum",
@@ -80,6 +84,8 @@ class ParamInputs:
         self.problem = ""
         # The momentum in the state, if it does not fit the parameter.
         self.misfit: Any = None
+        # Whether momentum and gradient, if there is one, have the placement and dtype that a step takes.
+        self.is_placed = True
         buffer = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
@@ -87,9 +93,9 @@ class ParamInputs:
         if parts is not None:
             self.local, self.momentum, self.gradient = parts
         else:
-            self._take_others(buffer, state)
+            self._take_others(buffer)
 
-    def _take_others(self, buffer: Any, state: Any) -> None:
+    def _take_others(self, buffer: Any) -> None:
         """Takes a parameter whose momentum or gradient does not fit it, or whose tensors are of other types."""
         tensor, gradient = self.param.tensor, self.user_gradient
         dtype = self._momentum_dtype
@@ -102,6 +108,7 @@ class ParamInputs:
             self.misfit = buffer
             # A step that moves nothing does not read it.
             buffer = self._new_momentum()
+        self.is_placed = gradient is None and self.misfit is None
         self.momentum = local_part(buffer)
         if gradient is not None and not self.problem:
             self.problem = fitting.problem_with(tensor, gradient)
@@ -159,7 +166,7 @@ class StepInputs:
         self,
         formulas: Sequence[Any],
         ordered: Sequence[Param],
-        states: Mapping[Tensor, Any],
+        states: States,
         gradients: Sequence[Tensor | None] | None = None,
     ) -> None:
         # A MuonFormulas for each parameter group.
@@ -187,24 +194,19 @@ class StepInputs:
                 continue
             if gradient is None:
                 self.without_gradient.append(param)
-            is_usual = of_param.gradient is not None or gradient is None
-            is_usual = is_usual and of_param.misfit is None
-            if not is_usual:
+            if not of_param.is_placed:
                 moves = of_param.moves
                 if moves:
                     self.moves[index] = moves
-            if not is_usual or formulas[param.group].flatten:
+            if not of_param.is_placed or formulas[param.group].flatten:
                 self._to_place.append(of_param)
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 
     @property
     def has_unusable_momentum(self) -> bool:
-        for of_param in self.params:
-            if of_param is not None and of_param.problem:
-                if of_param.misfit is not None:
-                    return True
-        return False
+        trained = [of_param for of_param in self.params if of_param is not None]
+        return any(each.problem and each.misfit is not None for each in trained)
 
     def place(self, progress: Any) -> None:
         """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters, of which

@@ -57,6 +57,8 @@ class Statuses(InFlight):
         if device.type != "cpu":
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
+        # Fake tensors have no values.
+        self._is_dry_run = is_dry_run()
         # Whether ranks differ, for the groups that overlap others.
         self._flag = torch.zeros(1, dtype=torch.int64, device=device)
         # Whether this rank knew of a problem in the last step.
@@ -101,7 +103,7 @@ class Statuses(InFlight):
 
     def differs_elsewhere(self, is_known: bool) -> bool:
         """Whether a rank of this group knows of a mismatch, as this one does if ``is_known``. Waits."""
-        if is_dry_run():
+        if self._is_dry_run:
             return False
         self._flag.fill_(is_known)
         self.reduce_flag()
@@ -136,7 +138,7 @@ class Statuses(InFlight):
 
     def _fetch(self) -> None:
         """On accelerators, the host waits neither for the all-reduce nor for the copy of the result."""
-        is_new = bool(self.works) and not is_dry_run()
+        is_new = bool(self.works) and not self._is_dry_run
         self.wait()
         if is_new and self._host is not self._table:
             self._host.copy_(self._table, non_blocking=True)
@@ -158,7 +160,7 @@ class Statuses(InFlight):
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
         ``inputs`` of that step, the text has this rank's options.
         """
-        if not self._is_new or is_dry_run():
+        if not self._is_new or self._is_dry_run:
             return ""
         self._is_new = False
         if not self._lacks_second and self._agree():

@@ -102,7 +102,10 @@ def make_schedule(
     for family, matrices in families.items():
         queues = _queues(matrices, layouts, owners)
         limit = BUCKET_BYTES // family.gather_dtype.itemsize
-        distributed = _distribute(queues, layouts, max_buckets, limit, slots)
+        distributed = [matrices]
+        # A single rank has no transfers to hide and gathers nothing. So its equal shapes form large batches.
+        if len(family.ranks) > 1:
+            distributed = _distribute(queues, layouts, max_buckets, limit, slots)
         for number, members in enumerate(distributed):
             position = _Position(
                 family.only_owner,

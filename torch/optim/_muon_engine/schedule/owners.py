@@ -120,7 +120,9 @@ class _Group:
                 dealt.add(kind.flops)
                 in_runs.update(self._deal_parts(members, kind.flops, owners))
             remaining = [i for i in matrices if i not in in_runs]
-            received = self._received(remaining, count)
+            if not remaining:
+                continue
+            received = self._received(remaining[0], count)
             while remaining:
                 chosen = self._give(kind.flops, count, received, len(remaining))
                 for i, team in zip(remaining, chosen.tolist()):
@@ -157,11 +159,9 @@ class _Group:
             )
         return parts
 
-    def _received(self, matrices: Sequence[int], count: int) -> Tensor:
-        """The elements that each rank would receive as the owner of each block of one of the equal ``matrices``."""
-        if not matrices:
-            return torch.zeros(0)
-        blocks = self._layouts[matrices[0] : matrices[0] + count]
+    def _received(self, first_block: int, count: int) -> Tensor:
+        """The elements that each rank would receive as the owner of each of the ``count`` blocks of a matrix."""
+        blocks = self._layouts[first_block : first_block + count]
         numels = [[block.numel - n for n in block.shards.numels] for block in blocks]
         order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
         return torch.tensor(numels, device="cpu")[:, order]

@@ -1,0 +1,380 @@
+# Owner(s): ["module: optimizer"]
+"""Muon's Triton kernels without a GPU: interpreted, and compiled for GPUs."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.optim import _newton_schulz_kernels as forms, Muon
+from torch.optim._muon_formulas import MuonFormulas
+from torch.optim._newton_schulz import newton_schulz, Products
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS
+from torch.testing._internal.two_tensor import TwoTensor
+
+
+CHECKS = "torch.testing._internal.distributed._muon.kernel_checks"
+
+
+@unittest.skipIf(find_spec("triton") is None, "there is no Triton")
+class TestKernels(TestCase):
+    def outcomes_of(self, how):
+        """What the checks print. They run in a process of their own, because Triton reads at import how to run."""
+        with tempfile.TemporaryDirectory() as cache:
+            variables = dict(os.environ)
+            for name in os.environ:
+                # As a kernel is compiled by default.
+                if name.startswith("TRITON_"):
+                    del variables[name]
+            variables["TRITON_CACHE_DIR"] = cache
+            result = subprocess.run(
+                [sys.executable, "-m", CHECKS, how],
+                capture_output=True,
+                text=True,
+                timeout=600,
+                env=variables,
+            )
+        self.assertEqual(result.returncode, 0, result.stderr)
+        *_, last = result.stdout.splitlines()
+        return json.loads(last)
+
+    def test_interpreted(self):
+        outcomes = self.outcomes_of("interpret")
+        self.assertGreater(len(outcomes), 25)
+        for name, failure in outcomes.items():
+            with self.subTest(name=name):
+                self.assertEqual(failure, "")
+
+    def test_compiled(self):
+        outcomes = self.outcomes_of("compile")
+        kinds = {name.partition(" for ")[0] for name in outcomes}
+        self.assertEqual(kinds, {"product", "scaled", "pass before", "pass after"})
+        # What a program may have, by the capability of the GPU.
+        most_shared = {9: 227 * 1024, 8: 163 * 1024}
+        # A thread has 16 elements, and loads and stores 16 bytes at once: four of float32, eight of other types. The
+        # pass before reads momentum and gradient and writes momentum and target. The pass after reads the
+        # parameter and the update, and writes the parameter.
+        least_loads = {"pass before": 4 + 4, "pass after": 4 + 2}
+        least_stores = {"pass before": 4 + 2, "pass after": 4}
+        # GPUs have the bits of torch's functions if they fuse the same multiplications and additions: two of an
+        # element before, and one after.
+        least_fused = {"pass before": 2 * 16, "pass after": 16}
+        for name, used in outcomes.items():
+            with self.subTest(name=name, used=used):
+                kind = name.partition(" for ")[0]
+                capability = used["capability"]
+                self.assertLessEqual(used["shared"], most_shared[capability])
+                # Nothing, where Triton comes without the programs that say it.
+                self.assertLessEqual(used.get("registers", 0), 255)
+                # No kernel spills registers with Triton 3.9. Another version may, a few of its 90 to 170, which
+                # costs nothing beside the products.
+                self.assertLessEqual(used.get("stack", 0), 64)
+                if kind == "product" and capability == 9:
+                    self.assertGreater(used["wgmma"], 0)
+                    self.assertGreater(used["bulk copies"], 0)
+                elif kind == "product":
+                    self.assertGreater(used["mma"], 0)
+                elif kind != "scaled":
+                    self.assertGreaterEqual(used["loads of four"], least_loads[kind])
+                    self.assertGreaterEqual(used["stores of four"], least_stores[kind])
+                    fused = used.get("fused", least_fused[kind])
+                    self.assertGreaterEqual(fused, least_fused[kind])
+
+
+class TestFormsOfNewtonSchulz(TestCase):
+    def test_forms_by_shape(self):
+        """Those that an H100 was measured to be faster with."""
+        for expected, shape, matrices, algorithm in (
+            ("", (4096, 4096), 1, "quintic"),
+            ("symmetric", (4096, 4096), 1, "symmetric"),
+            # The Gram form saves nothing of square matrices.
+            ("symmetric", (4096, 4096), 1, "gram"),
+            ("gram", (4096, 14336), 1, "gram"),
+            ("gram", (14336, 4096), 1, "gram"),
+            ("symmetric", (4096, 14336), 1, "symmetric"),
+            ("gram", (2048, 8192), 2, "gram"),
+            ("", (2048, 8192), 1, "gram"),
+            ("", (2048, 2048), 1, "symmetric"),
+            ("symmetric", (2048, 2048), 8, "symmetric"),
+            ("", (512, 2048), 32, "gram"),
+            # Rows must begin at multiples of 16 bytes.
+            ("", (4098, 8192), 1, "gram"),
+            ("", (4096, 8193), 1, "gram"),
+        ):
+            with self.subTest(shape=shape, matrices=matrices, algorithm=algorithm):
+                self.assertEqual(forms.form_of(shape, matrices, algorithm), expected)
+
+    def test_limits(self):
+        """A step of 1024 x 1024 by plain products has 6 * 1024 ** 3 multiplications, and one of 1024 x 1536 has 8."""
+        square, long = 6 * 1024**3, 8 * 1024**3
+        for expected, least, least_of_gram_form, shape, algorithm in (
+            ("symmetric", square, 0, (1024, 1024), "symmetric"),
+            ("", square + 1, 0, (1024, 1024), "symmetric"),
+            # At least one and a half times as long.
+            ("gram", 0, long, (1024, 1536), "gram"),
+            ("gram", 0, long, (1536, 1024), "gram"),
+            ("symmetric", 0, 0, (1024, 1528), "gram"),
+            ("symmetric", 0, long + 1, (1024, 1536), "gram"),
+            ("symmetric", 0, 0, (1024, 1536), "symmetric"),
+            ("", long + 1, 0, (1024, 1536), "gram"),
+        ):
+            with (
+                self.subTest(expected=expected, shape=shape, algorithm=algorithm),
+                mock.patch.object(forms, "_LEAST_FLOPS", least),
+                mock.patch.object(
+                    forms, "_LEAST_FLOPS_OF_GRAM_FORM", least_of_gram_form
+                ),
+            ):
+                self.assertEqual(forms.form_of(shape, 1, algorithm), expected)
+        with mock.patch.object(forms, "_LEAST_FLOPS_IN_GRAPHS", 4 * long):
+            for expected, matrices in (("gram", 4), ("", 3)):
+                with self.subTest(matrices=matrices):
+                    found = forms.form_of((1024, 1536), matrices, "gram", True)
+                    self.assertEqual(found, expected)
+
+    def test_smaller_ones_in_graphs(self):
+        for expected, shape, matrices in (
+            ("symmetric", (2048, 2048), 1),
+            ("gram", (1024, 4096), 4),
+            ("", (1024, 1024), 1),
+        ):
+            with self.subTest(shape=shape, matrices=matrices):
+                found = forms.form_of(shape, matrices, "gram", in_graph=True)
+                self.assertEqual(found, expected)
+
+    def test_no_form_without_a_gpu(self):
+        """Nor for what is not on the GPU of this machine."""
+        shape, dtype = (4096, 14336), torch.bfloat16
+        for device, has_kernels in (("cpu", False), ("cpu", True), ("meta", True)):
+            x = torch.empty(shape, dtype=dtype, device=device)
+            for algorithm in ("quintic", "symmetric", "gram"):
+                with (
+                    self.subTest(
+                        device=device, has_kernels=has_kernels, algorithm=algorithm
+                    ),
+                    mock.patch.object(forms, "has_kernels", lambda _: has_kernels),
+                ):
+                    self.assertEqual(forms.form_for(x, algorithm), "")
+
+    def form_on_gpu(self, x, algorithm="gram", kernels=True, graph=False):
+        """On a GPU with kernels or without, while a graph is captured or not; for a tensor that has no elements."""
+        with (
+            mock.patch.object(forms, "Tensor", FakeTensor),
+            mock.patch.object(forms, "has_kernels", lambda device: kernels),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: graph),
+        ):
+            return forms.form_for(x, algorithm)
+
+    def test_forms_on_a_gpu(self):
+        def empty(*shape):
+            return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+        with FakeTensorMode():
+            x = empty(4096, 14336)
+            self.assertEqual(self.form_on_gpu(x), "gram")
+            self.assertEqual(self.form_on_gpu(x, "symmetric"), "symmetric")
+            self.assertEqual(self.form_on_gpu(x, "quintic"), "")
+            self.assertEqual(self.form_on_gpu(x, kernels=False), "")
+            # Columns that follow each other, and a batch of both kinds.
+            self.assertEqual(self.form_on_gpu(x.mT), "gram")
+            self.assertEqual(self.form_on_gpu(empty(8, 2048, 2048)), "symmetric")
+            self.assertEqual(self.form_on_gpu(empty(8, 2048, 4096).mT), "gram")
+            # Every other column.
+            strided = torch.empty_strided(x.shape, (28672, 2), device="cuda")
+            self.assertEqual(self.form_on_gpu(strided), "")
+            small = empty(2048, 2048)
+            self.assertEqual(self.form_on_gpu(small), "")
+            self.assertEqual(self.form_on_gpu(small, graph=True), "symmetric")
+            # Autograd and compilers do not see through the kernels. Nor do wrappers of tensors take them.
+            self.assertEqual(self.form_on_gpu(x.requires_grad_()), "")
+            x = x.detach()
+            with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+                self.assertEqual(self.form_on_gpu(x), "")
+            with mock.patch.object(forms, "has_kernels", lambda device: True):
+                self.assertEqual(forms.form_for(x, "gram"), "")
+
+    def test_kernels_take_what_has_a_form(self):
+        x = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
+        out = torch.empty_like(x)
+        with (
+            mock.patch.object(forms, "form_for", lambda x, algorithm: algorithm),
+            mock.patch.object(forms, "orthogonalized") as taken,
+        ):
+            found = newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", out=out)
+            self.assertIs(found, taken.return_value)
+            taken.assert_called_once_with(x, [COEFFICIENTS] * 2, 1e-7, "gram", out)
+            # Not without steps, with a block's own products, or on a CPU.
+            newton_schulz(x, COEFFICIENTS, 0, 1e-7, "gram")
+            newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", Products)
+            newton_schulz(torch.randn(8, 16), COEFFICIENTS, 2, 1e-7, "gram")
+            self.assertEqual(taken.call_count, 1)
+
+    def test_gpus_without_kernels(self):
+        device = torch.device("cuda", 77)
+        cuda, name = torch.cuda, "torch.optim._muon_kernels"
+        self.addCleanup(forms.has_kernels.cache_clear)
+        for expected, capability, is_available, hip, module in (
+            (True, (9, 0), True, None, mock.Mock()),
+            (True, (8, 0), True, None, mock.Mock()),
+            (False, (7, 5), True, None, mock.Mock()),
+            (False, (9, 0), False, None, mock.Mock()),
+            (False, (9, 0), True, "6.4", mock.Mock()),
+            # The import fails.
+            (False, (9, 0), True, None, None),
+        ):
+            forms.has_kernels.cache_clear()
+            with (
+                self.subTest(
+                    capability=capability,
+                    is_available=is_available,
+                    hip=hip,
+                    module=module,
+                ),
+                mock.patch.object(cuda, "is_available", lambda: is_available),
+                mock.patch.object(
+                    cuda, "get_device_capability", lambda device: capability
+                ),
+                mock.patch.object(torch.version, "hip", hip),
+                mock.patch.dict(sys.modules, {name: module}),
+            ):
+                self.assertEqual(forms.has_kernels(device), expected)
+
+    def test_lists_that_the_passes_take(self):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
+            for expected, tensors in (
+                (True, [torch.empty(4, 6), torch.empty(3)]),
+                (True, [torch.empty(4, 6).bfloat16()]),
+                (False, [torch.empty(4, 6), torch.empty(3).bfloat16()]),
+                (False, [torch.empty(4, 6).double()]),
+                (False, [torch.empty(4, 6).mT]),
+                (False, [torch.empty(4, 6, device="meta"), torch.empty(4)]),
+                (True, [nn.Parameter(torch.empty(4, 6))]),
+                (False, [TwoTensor(torch.empty(4, 6), torch.empty(4, 6))]),
+            ):
+                with self.subTest(tensors=tensors):
+                    self.assertEqual(forms.pass_takes(tensors), expected)
+            # Lists may differ in their dtypes, and not in their devices.
+            momenta, targets = [torch.empty(4)], [torch.empty(4).bfloat16()]
+            self.assertTrue(forms.pass_takes(momenta, [], targets))
+            elsewhere = [torch.empty(4, device="meta")]
+            self.assertFalse(forms.pass_takes(momenta, elsewhere))
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            self.assertFalse(forms.pass_takes([torch.empty(4)]))
+
+
+class TestFusedOption(TestCase):
+    def trained(self, **options):
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (6, 4), (5, 5))
+        ]
+        muon = Muon(params, lr=0.1, **options)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            muon.step()
+        return [param.detach() for param in params]
+
+    def test_bits_of_torchs_operations_without_a_gpu(self):
+        for config in (None, "auto"):
+            with self.subTest(config=config):
+                expected = self.trained(distributed_config=config)
+                found = self.trained(distributed_config=config, fused=True)
+                self.assertEqual(found, expected, rtol=0, atol=0)
+
+    def test_which_devices_have_the_kernels(self):
+        """On a machine whose GPU has them."""
+        param = nn.Parameter(torch.randn(4, 6))
+        for fused in (None, False, True):
+            muon = Muon([param], fused=fused)
+            formulas = MuonFormulas.of_group(muon.param_groups[0])
+            with (
+                self.subTest(fused=fused),
+                mock.patch.object(forms, "has_kernels", lambda device: True),
+            ):
+                on_gpu = formulas.has_kernels(torch.device("cuda"))
+                self.assertEqual(on_gpu, bool(fused))
+                self.assertFalse(formulas.has_kernels(torch.device("cpu")))
+                self.assertFalse(formulas.takes_kernels([param], [param]))
+
+    def test_learning_rate_as_a_tensor_on_a_cpu(self):
+        """A GPU cannot read it, so the kernel gets numbers."""
+        formulas = MuonFormulas.of_group(
+            Muon([nn.Parameter(torch.randn(4, 6))], lr=torch.tensor(0.5)).param_groups[
+                0
+            ]
+        )
+        step_size = formulas.step_size((4, 6), torch.device("cpu"))
+        step_size = step_size._replace(alpha=torch.tensor(-0.5))
+        kernels = mock.Mock()
+        with (
+            mock.patch.object(MuonFormulas, "takes_kernels", lambda *_: True),
+            mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
+        ):
+            formulas.apply([torch.ones(4, 6)], [torch.ones(4, 6)], step_size)
+        _, _, *numbers = kernels.apply_updates.call_args.args
+        for number in numbers:
+            self.assertIs(type(number), float)
+
+    def test_not_with_foreach(self):
+        param = nn.Parameter(torch.randn(4, 6))
+        for config in (None, "auto"):
+            with self.subTest(config=config):
+                with self.assertRaisesRegex(ValueError, "exclude each other"):
+                    Muon([param], fused=True, foreach=True, distributed_config=config)
+
+    def test_in_groups_checkpoints_and_signatures(self):
+        muon = Muon([nn.Parameter(torch.randn(4, 6))], fused=True)
+        self.assertTrue(muon.defaults["fused"])
+        self.assertTrue(muon.state_dict()["param_groups"][0]["fused"])
+        self.assertTrue(copy.deepcopy(muon).param_groups[0]["fused"])
+        self.assertTrue(pickle.loads(pickle.dumps(muon)).param_groups[0]["fused"])
+        formulas = MuonFormulas.of_group(muon.param_groups[0])
+        self.assertEqual(formulas.signature()["fused"], "True")
+        self.assertNotEqual(formulas.digest, formulas._replace(fused=None).digest)
+        self.assertNotIn("fused", MuonFormulas.required_options())
+
+    def test_states_without_the_option(self):
+        """An older Muon saved them."""
+        muon = Muon([nn.Parameter(torch.randn(4, 6))])
+        self.assertIsNone(muon.param_groups[0]["fused"])
+        state = copy.deepcopy(muon.__getstate__())
+        for group in (state["defaults"], *state["param_groups"]):
+            del group["fused"]
+        restored = Muon.__new__(Muon)
+        restored.__setstate__(state)
+        self.assertIsNone(restored.defaults["fused"])
+        self.assertIsNone(restored.param_groups[0]["fused"])
+        state = muon.state_dict()
+        del state["param_groups"][0]["fused"]
+        other = Muon([nn.Parameter(torch.randn(4, 6))])
+        other.load_state_dict(state)
+        self.assertIsNone(other.param_groups[0]["fused"])
+
+    def test_no_kernels_without_a_gpu(self):
+        """Nor are they imported. Triton is one of the slowest imports, and is not everywhere."""
+        program = """
+import sys, torch.optim
+print("triton" in sys.modules)
+param = torch.nn.Parameter(torch.randn(512, 1024))
+param.grad = torch.randn_like(param)
+torch.optim.Muon([param], fused=True, ns_algorithm="gram").step()
+print("torch.optim._muon_kernels" in sys.modules)
+"""
+        command = [sys.executable, "-c", program]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        self.assertEqual(found.stdout.split(), ["False", "False"], found.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()
