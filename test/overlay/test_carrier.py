@@ -237,6 +237,38 @@ def test_empty_mail_is_refused(checkout, on, tmp_path):
     assert "nothing to do" in on("apply")
 
 
+def test_edit_after_an_update(checkout, on, ours):
+    """`pull` counted edits from what it had taken before the update, and conflicted."""
+    lines = {where: f"# {where}\n" for where in ("here", "again", "there", "later")}
+    on("apply", root=ours)
+    append(checkout / OWN, lines["there"])
+    commit_all(checkout)
+    on("pull", root=ours)
+    append(ours / MUON, lines["here"])
+    text = (ours / OWN).read_text()
+    (ours / OWN).write_text(lines["here"] + text)
+    commit_all(ours)
+    on("apply", root=ours)
+    (ours / OWN).write_text(lines["again"] + text)
+    commit_all(ours)
+    append(checkout / OWN, lines["later"])
+    commit_all(checkout)
+    assert f"took {OWN}" in on("pull", root=ours)
+    assert (ours / OWN).read_text() == lines["again"] + text + lines["later"]
+
+
+def test_conflict_of_a_binary_file(checkout, on, ours, face):
+    """The second `pull` found nothing to take, and `apply` replaced the file."""
+    on("apply", root=ours)
+    append(ours / OWN, "# here\n")
+    commit_all(ours)
+    (checkout / OWN).write_bytes(b"\0")
+    commit_all(checkout)
+    for _ in range(2):
+        assert face("pull", "--checkout", checkout, root=ours).code == 1
+    on("apply", root=ours, code=3, words=["edits of the overlay"])
+
+
 DOC, DOC_PATCH = "docs/source/optim.md", "patches/0001-docs-distributed-muon.patch"
 # A line that the fork edits, and one that this repository edits.
 LINES = {

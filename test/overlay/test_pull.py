@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from overlay.conftest import append, BASE, commit_all, git, git_status, leads_on, MUON
-from overlay.conftest import OWN, put, replace, snapshot
+from overlay.conftest import append, BASE, commit_all, git, git_status
+from overlay.conftest import MUON, OWN, put, replace, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.errors import Refused, WrongTarget
@@ -118,11 +118,27 @@ def test_overlapping_edits_have_markers(there, ours, rel, face, committed):
     assert snapshot(ours) == before
     with pytest.raises(Refused, match="not resolved"):
         there.apply(ours)
-    text = (ours / place).read_text()
-    for sign in ("<<<<<<< this repository", "=======", ">>>>>>> the checkout"):
-        text = re.sub(rf"(?m)^\+?{sign}\n", "", text)
-    (ours / place).write_text(text)
-    leads_on(done.out)
+    if committed:  # this repository's lines stay
+        text = re.sub(
+            r"(?ms)^\+?=======\n.*?>>>>>>> the checkout\n", "", before[place].decode()
+        )
+        (ours / place).write_text(
+            re.sub(r"(?m)^\+?<<<<<<< this repository\n", "", text)
+        )
+        with pytest.raises(Refused, match="These drop them"):
+            there.apply(ours)
+        words = ("--checkout", there.root)
+        for command in ("revert", "apply"):  # the printed lines name this repository
+            assert f" {command} --checkout {there.root}\n" in done.out
+            assert face(command, *words, root=ours).code == 0
+    else:  # both stay
+        text = (ours / place).read_text()
+        for sign in ("<<<<<<< this repository", "=======", ">>>>>>> the checkout"):
+            text = re.sub(rf"(?m)^\+?{sign}\n", "", text)
+        (ours / place).write_text(text)
+        with pytest.raises(Refused, match="stash"):
+            there.apply(ours)
+        git(there.root, "stash", "-q")
     there.apply(ours)
     assert there.status(ours)["state"] == "current"
 

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from . import git, patches, payload
+from . import git, patches, payload, versions
 from .errors import WorkFailed
 from .history import History
 from .payload import Source
@@ -13,15 +13,10 @@ from .worktree import TRAILER, Worktree
 # Each commit of this tool has it; that of a revert says "none". A merge that squashes
 # them indents their messages.
 _TRAILER = rf"^ *{TRAILER}: "
-# The overlay adds these files. A fork may have its own.
-ADDED = tuple(
-    f"torch/optim/{name}"
-    for name in ("_newton_schulz.py", "muon.py", "_muon_engine/__init__.py")
-)
 
 
 class Ancestry:
-    """Knows the overlay by its texts, and by its trailers where this repository lacks these."""
+    """Knows the overlay by its texts: those of this repository, and of this tool's commits."""
 
     def __init__(self, tree: Worktree, source: Source, history: History) -> None:
         self.tree = tree
@@ -40,16 +35,18 @@ class Ancestry:
 
     def overlay_files(self, commit: str) -> dict[str, bytes]:
         """The whole files there whose texts the overlay has, or had."""
-        tree = self.tree
         names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *payload.ROOTS)
-        paths = git.lines(tree.root, *names)
-        paths = [p for p in paths if self.history.has_path(p) or p in self._recorded]
-        ours = {}
-        for path, text in tree.texts(commit, paths).items():
-            is_recorded = text and text in self._recorded.get(path, ())
-            if is_recorded or self.history.has_text(path, text):
-                ours[path] = text or b""
-        return ours
+        paths = git.lines(self.tree.root, *names)
+        paths = [p for p in paths if self.history.has_path(p) or payload.is_muons(p)]
+        texts = self.tree.texts(commit, paths).items()
+        return {rel: text for rel, text in texts if text and self._is_ours(rel, text)}
+
+    def _is_ours(self, path: str, text: bytes) -> bool:
+        if self.history.has_text(path, text):
+            return True
+        if versions.stock(path, text) or not payload.is_muons(path):
+            return False
+        return text in self._brought.get(path, ())
 
     def named(self, *which: str) -> dict[str, str | None]:
         """The commits among these that bring an overlay, newest first, with its name."""
@@ -62,11 +59,6 @@ class Ancestry:
             if name != "none":
                 names[commit] = None if name == "unknown" else name
         return names
-
-    def records(self) -> dict[str, str | None]:
-        """The overlays that were applied here, newest first, with their names."""
-        laid = self.tree.laid()
-        return self.named("--no-walk=unsorted", *laid) if laid else {}
 
     def stock(self, paths: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
@@ -89,17 +81,20 @@ class Ancestry:
         return texts
 
     @functools.cached_property
-    def _recorded(self) -> dict[str, set[bytes]]:
-        """The texts that were applied here, by path: this repository may not have kept them."""
-        recorded: dict[str, set[bytes]] = {}
-        for commit in self.records():
+    def _brought(self) -> dict[str, set[bytes]]:
+        """The texts in commits of this tool, by path.
+
+        This repository lacks them if it is older, has no git, or was not committed.
+        """
+        brought: dict[str, set[bytes]] = {}
+        for commit in self.named("HEAD"):
+            if not self.tree.resolve(f"{commit}^"):
+                continue
             paths = self.tree.changed(f"{commit}^", commit)
             for path, text in self.tree.texts(commit, paths).items():
-                if text and path.startswith(payload.TOPS):
-                    recorded.setdefault(path, set()).add(text)
-        for path in patches.series(self._source):
-            recorded.pop(path, None)
-        return recorded
+                if text:
+                    brought.setdefault(path, set()).add(text)
+        return brought
 
     def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
@@ -134,14 +129,6 @@ class Ancestry:
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
         if ours := self.overlay_files(commit):
             return self.tree.ask(*newest, commit, "--", min(ours), check=True)
-        # The overlay of a repository that is newer than this one, or has no git.
-        for path in ADDED:
-            if self.tree.resolve(f"{commit}:{path}"):
-                added = (*newest, "--diff-filter=A", commit, "--", path)
-                first = self.tree.ask(*added, check=True)
-                before = self.tree.resolve(f"{first}^")
-                if self.named(first, *[f"^{before}"] * bool(before)):
-                    return first
         # The first commits, and the last ones, have hunks only.
         if self.named("--no-walk", commit) or self._has_hunks_only(commit):
             return commit

@@ -5,9 +5,9 @@ import re
 import shlex
 from pathlib import Path
 
-from . import files, git, parts, patches, payload, taken, worktree
+from . import files, git, parts, patches, payload, taken
 from .errors import Refused, WrongTarget
-from .survey import CheckoutPlan, has_edits, is_muons, survey
+from .survey import CheckoutPlan, survey
 from .taken import Taken
 from .target import Report, Target
 from .worktree import Worktree
@@ -99,8 +99,7 @@ class Checkout(Target):
                 + "".join(f"  {rel}\n" for rel in edited)
                 + "`pull` takes them into this repository:"
                 + self.command("pull")
-                + "\nThey are committed:"
-                + f"\n  git -C {self.tree.quoted} log -p -- {shlex.join(edited)}"
+                + f"\nThese drop them. They stay in the history:{self._dropping()}"
             )
         return warnings
 
@@ -113,27 +112,23 @@ class Checkout(Target):
             texts = {r: t for r, t in report.changes.items() if t is not None}
             commits = [*patches.commits(source, plan.stock, texts)]
         head = tree.build("HEAD", commits, source.name)
-        self._record(plan)
         self._move(report, head, plan)
 
-    def _record(self, plan: CheckoutPlan) -> None:
-        """Keep the texts that are applied: nothing else may, if this repository is dirty."""
-        texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
-        overlay = [(patches.SUBJECT, texts)]
-        base, name = plan.ancestry.base(), plan.source.name
-        laid = self.tree.build(base, overlay, name, record=True)
-        if laid != self.tree.resolve(worktree.LAID):
-            self.tree.update_refs(f"update {worktree.LAID} {laid}\n")
+    def _dropping(self) -> str:
+        """How to have this repository's text instead of a committed edit."""
+        return self.command("revert") + self.command("apply")
 
     def revert(self, root: Path, *, dry: bool = False) -> Report:
         report = super().revert(root, dry=dry)
         if not report.changes:
-            status = self.status(root)
-            if status["state"] == "uncommitted":
-                stash = self._stash([*status["files"]])
-                words = f"the overlay of {self.words} is not committed"
-                raise Refused(f"{words}: nothing to revert. {stash}")
+            self._refuse_uncommitted(root)
         return report
+
+    def _refuse_uncommitted(self, root: Path) -> None:
+        status = self.status(root)
+        if status["state"] == "uncommitted":
+            words = f"the overlay of {self.words} is not committed. `apply` commits it"
+            raise Refused(f"{words}, and {self._stash([*status['files']])}")
 
     def _revert(self, plan: CheckoutPlan, report: Report) -> None:
         if report.changes:
@@ -184,79 +179,51 @@ class Checkout(Target):
         and those missing there.
         """
         plan = self._seen(root)
-        laid, whole = plan.laid, plan.source.whole
-        if not laid:
+        if not plan.laid:
+            self._refuse_uncommitted(root)
             return [], {}, []
         edits = {rel: plan.owned[rel] for rel in plan.edited}
         there = {r: t for r, t in [*edits.items(), *self._added(plan).items()] if t}
         _, misfits = patches.overlay(plan.source, plan.stock)
         changes: dict[str, bytes] = {}
         conflicts: dict[str, str] = {}
-        shown: dict[str, bytes] = {}
+        record = dict(plan.taken)
         for rel, theirs in there.items():
             if rel in misfits:
                 raise WrongTarget(misfits[rel])
-            stock = plan.stock.get(rel)
-            here = plan.fresh.get(rel, stock) or b""
-            was = laid.get(rel, stock) or b""
-            last = plan.taken.theirs.get(rel)
-            if last and (plan.is_kept(rel, here) or has_edits(here, was, last)):
-                was = last  # an edit of the same lines may follow
-            text, clean = git.merged(here, was, theirs)
+            place, here = plan.place(rel), plan.here(rel)
+            if payload.has_markers(here):  # of an earlier conflict
+                conflicts[place] = rel
+                continue
+            text, clean = git.merged(here, plan.merge_base(rel), theirs)
             if clean and text == here:
                 continue
-            place = plan.place(rel)
-            if place != rel:
-                text = _patch_to(plan, rel, text)
+            changes[place] = text if place == rel else _patch_to(plan, rel, text)
+            record[rel] = Taken(plan.was(rel), theirs, here, changes[place], not clean)
             if not clean:
                 conflicts[place] = rel
-            if not payload.has_markers(here):  # of an earlier conflict
-                changes[place] = text
-                if not clean:
-                    shown[rel] = here
         if changes and not dry:
-            written = {root / rel: text for rel, text in changes.items()}
+            written = {root / place: text for place, text in changes.items()}
             files.write(written, root / payload.PATCHES / "series", root)
-            self._record_taken(plan, Taken(there, shown, changes))
+            taken.write(self.tree, record)
+        laid, whole = plan.laid, plan.source.whole
         missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), conflicts, missing
 
-    def _record_taken(self, plan: CheckoutPlan, now: Taken) -> None:
-        """Record a `pull`. Other files stay as an earlier one left them."""
-        here, written = {**now.here}, {**now.written}
-        for rel in now.theirs:
-            place = plan.place(rel)
-            if place in now.written:
-                continue
-            if rel in plan.taken.here:
-                here[rel] = plan.taken.here[rel]
-            if place in plan.taken.written:
-                written[place] = plan.taken.written[place]
-        every = Taken(now.theirs, here, written)
-        taken.record(self.tree, plan.ancestry.base(), every)
-
-    def dropping(self, root: Path, rels: list[str]) -> str:
-        """How to have the overlay's text again in the checkout."""
-        plan, named = self.plan(root), shlex.join(rels)
-        overlay = [("laid", plan.laid)]
-        base, name = plan.ancestry.base(), plan.laid_name
-        laid = self.tree.build(base, overlay, name, record=True)
-        # Without a ref, git would collect it some day.
-        self.tree.update_refs(f"update {worktree.LAID} {laid}\n")
-        where = f"git -C {self.tree.quoted}"
-        words = (
-            "Resolve them here, and `apply` replaces the checkout's own text. Or drop that:\n"
-            f"  {where} restore --source={laid} --staged --worktree -- {named}"
+    def dropping(self) -> str:
+        return (
+            "Resolve and commit them here, and `apply` replaces the checkout's text.\n"
+            "To keep this repository's text as it was, commit the checkout's, and then:"
+            + self._dropping()
         )
-        if self.tree.texts("HEAD", rels) != self.tree.texts(laid, rels):
-            words += f"\n  {where} commit -m 'Drop edits of the overlay' -- {named}"
-        return words
 
     def _added(self, plan: CheckoutPlan) -> files.Texts:
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
         rels = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
-        new = [r for r in dict.fromkeys(rels) if is_muons(r) and r not in plan.now]
+        new = [
+            r for r in dict.fromkeys(rels) if payload.is_muons(r) and r not in plan.now
+        ]
         stock = plan.ancestry.stock(new)
         return self.tree.work([rel for rel in new if stock[rel] is None])
 

@@ -294,7 +294,7 @@ def _pull(args: argparse.Namespace) -> int:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
     if both:
         print("conflicts, with markers in this repository:", *both, sep="\n  ")
-        print(target.dropping(ROOT, [*both.values()]))
+        print(target.dropping())
     elif not taken:
         print(f"nothing to take: {target.words} has no other edits of the overlay")
     return bool(both)

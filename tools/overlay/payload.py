@@ -38,6 +38,12 @@ def is_source(rel: str) -> bool:
     return is_named and not any(part[0] == "." for part in path.parts)
 
 
+def is_muons(rel: str) -> bool:
+    """Whether a file of that name is, or would be, one that the overlay adds."""
+    is_named = "muon" in rel or "newton_schulz" in rel
+    return is_named and rel.startswith(TOPS) and is_source(rel)
+
+
 def has_markers(text: bytes) -> bool:
     """Whether a conflict of `pull` or of git is not resolved there."""
     return _MARKERS.search(text) is not None

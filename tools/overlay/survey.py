@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from . import files, git, patches, payload, taken
-from .ancestry import ADDED, Ancestry
+from .ancestry import Ancestry
 from .history import History
 from .payload import Source
 from .taken import Taken
@@ -22,7 +22,7 @@ class CheckoutPlan(Plan):
     stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
     fresh: dict[str, bytes]  # with this repository's overlay on them
     overlaid: dict[str, list[bytes]]  # the overlays' texts
-    taken: Taken
+    taken: dict[str, Taken]
     owned: dict[str, bytes | None]  # the overlay's part of ``now``
 
     def parts(self, rel: str, text: bytes | None) -> tuple[bytes | None, bytes | None]:
@@ -48,17 +48,40 @@ class CheckoutPlan(Plan):
             return True
         if self.ancestry.history.has_text(rel, text):
             return True
-        new, was = self.fresh.get(rel), self.laid.get(rel)
-        if not new:
+        if rel not in self.fresh:
             return False
-        if text == self.taken.theirs.get(rel) and self.is_kept(rel, new):
+        if rel in self.taken and text == self.taken[rel].theirs and self.is_kept(rel):
             return True
-        return was is not None and has_edits(new, was, text)
+        return rel in self.laid and has_edits(self.here(rel), self.was(rel), text)
 
-    def is_kept(self, rel: str, here: bytes) -> bool:
-        """Whether this repository has dealt with the edit that `pull` took last."""
-        place, history = self.place(rel), self.ancestry.history
-        return self.taken.is_kept(rel, place, here, history)
+    def here(self, rel: str) -> bytes:
+        """The text with this repository's overlay."""
+        return self.fresh.get(rel, self.stock.get(rel)) or b""
+
+    def was(self, rel: str) -> bytes:
+        """The text with the overlay that is there."""
+        return self.laid.get(rel, self.stock.get(rel)) or b""
+
+    def merge_base(self, rel: str) -> bytes:
+        """The text from which `pull` counts edits on both sides."""
+        here, was, last = self.here(rel), self.was(rel), self.taken.get(rel)
+        if last and last.was == was:
+            # A later edit of the same lines may follow the one that was taken.
+            if self.is_kept(rel) or has_edits(here, was, last.theirs):
+                return last.theirs
+        return was
+
+    def is_kept(self, rel: str) -> bool:
+        """Whether this repository has dealt with the edit that `pull` took last.
+
+        It may have changed these lines since.
+        """
+        last, here = self.taken[rel], self.here(rel)
+        if payload.has_markers(here):
+            return False
+        if last.is_conflict:
+            return here != last.here  # it was resolved
+        return self.ancestry.history.has_text(self.place(rel), last.written)
 
     def place(self, rel: str) -> str:
         """The file of this repository that has the text, or its hunks."""
@@ -118,18 +141,16 @@ def survey(tree: Worktree, root: Path, *, of_work_tree: bool) -> CheckoutPlan:
 def _overlays(
     ancestry: Ancestry, root: Path, source: Source, ours: files.Texts
 ) -> list[Overlay]:
-    """Each overlay that was applied here or is committed: its name and texts."""
-    records = ancestry.records()
-    overlays = [(name, _texts_of(ancestry, [c])) for c, name in records.items()]
-    # A clone, or a rebased branch: the commits name the overlay.
+    """The overlays that HEAD may have: their names and texts."""
+    overlays: list[Overlay] = []
     commits = ancestry.named(f"{ancestry.base()}..HEAD")
     name = next(iter(commits.values()), None)
     sources = [payload.at(root, name)] if name else []
-    if not any(sources) and commits and name not in records.values():
+    if commits and not any(sources):
         # Not known here: its commits have its texts.
         texts = _texts_of(ancestry, [*reversed(commits)])
         paths = {*patches.paths(source)}
-        texts = {r: t for r, t in texts.items() if r in paths or is_muons(r)}
+        texts = {r: t for r, t in texts.items() if r in paths or payload.is_muons(r)}
         overlays.append((name, texts))
     if ours and not any(sources):
         # A squash merge, or commits that were reworded: the texts name it.
@@ -149,7 +170,7 @@ def _texts_of(ancestry: Ancestry, commits: list[str]) -> files.Texts:
         was, now = tree.texts(f"{commit}^", rels), tree.texts(commit, rels)
         for rel, stock in ancestry.stock(rels).items():
             old, text = was[rel], now[rel]
-            if is_muons(rel):
+            if payload.is_muons(rel):
                 texts[rel] = text
             elif rel not in texts:  # later ones may have changes of somebody's
                 # So may that commit's base, and the present one may lack them.
@@ -162,8 +183,3 @@ def _texts_of(ancestry: Ancestry, commits: list[str]) -> files.Texts:
 def has_edits(here: bytes, was: bytes, theirs: bytes) -> bool:
     """Whether ``here`` has all that ``theirs`` changed."""
     return git.merged(here, was, theirs) == (here, True)
-
-
-def is_muons(rel: str) -> bool:
-    named = rel.startswith(payload.TOPS) and "muon" in rel and payload.is_source(rel)
-    return named or rel in ADDED

@@ -1,50 +1,40 @@
-"""The record of `pull`: it takes no edit twice."""
+"""The record of `pull`, by file: it takes no edit twice."""
 
-import dataclasses
+import json
+from typing import NamedTuple
 
-from . import files, payload
-from .history import History
-from .worktree import TAKEN, Worktree
-
-
-@dataclasses.dataclass
-class Taken:
-    theirs: files.Texts  # the checkout's texts
-    here: files.Texts  # this repository's before, where a conflict was shown
-    written: files.Texts  # this repository's after, files and patches
-
-    def is_kept(self, rel: str, place: str, here: bytes, history: History) -> bool:
-        """Whether this repository has dealt with that edit, whatever it has changed since.
-
-        ``place`` is the file of this repository that has the text of ``rel``, or its hunks.
-        """
-        if payload.has_markers(here):
-            return False
-        if history.has_text(place, self.written.get(place)):
-            return True
-        # Somebody has resolved the conflict since.
-        shown = self.here.get(rel)
-        return shown is not None and here != shown
+from . import files
+from .worktree import Worktree
 
 
-def read(tree: Worktree) -> Taken:
-    taken = tree.resolve(TAKEN)
-    if not taken:
-        return Taken({}, {}, {})
-    # Each of these commits adds one kind of texts.
-    written, here, base = (f"{taken}~{back}" for back in (1, 2, 3))
-    return Taken(
-        theirs=tree.texts(taken, tree.changed(base, taken)),
-        here=tree.texts(here, tree.changed(base, here)),
-        written=tree.texts(written, tree.changed(here, written)),
-    )
+RECORD = "muon_overlay_pulled.json"  # in the git directory of the work tree
 
 
-def record(tree: Worktree, base: str, taken: Taken) -> None:
-    commits = [
-        ("here", taken.here),
-        ("written", taken.written),
-        ("theirs", taken.theirs),
-    ]
-    made = tree.build(base, commits, None, record=True)
-    tree.update_refs(f"update {TAKEN} {made}\n")
+class Taken(NamedTuple):
+    """The texts of one file that the last `pull` found and wrote."""
+
+    was: bytes  # the overlay's, which both sides edited
+    theirs: bytes  # the checkout's
+    here: bytes  # this repository's before
+    written: bytes  # this repository's after: of the file, or of its patch
+    is_conflict: bool  # that has markers
+
+
+def read(tree: Worktree) -> dict[str, Taken]:
+    record = files.read(tree.git_dir / RECORD)
+    by_path = json.loads(record) if record else {}
+    return {rel: Taken(*map(_decoded, values)) for rel, values in by_path.items()}
+
+
+def write(tree: Worktree, by_path: dict[str, Taken]) -> None:
+    texts = {rel: [*map(_encoded, taken)] for rel, taken in by_path.items()}
+    record = json.dumps(texts).encode()
+    files.write({tree.git_dir / RECORD: record}, tree.common / "HEAD", tree.git_dir)
+
+
+def _encoded(value: bytes | bool) -> str | bool:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _decoded(value: str | bool) -> bytes | bool:
+    return value.encode("latin-1") if isinstance(value, str) else value

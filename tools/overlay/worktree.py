@@ -12,14 +12,10 @@ from . import files, git
 from .errors import Refused, WorkFailed, WrongTarget
 
 
-# The overlay that was applied last, with a reflog of the ones before.
-LAID = "refs/worktree/muon/laid"
 # A step that a command has begun. Its parents are a commit of the index before the step,
 # whose parent is HEAD before it, and HEAD after it. An ended step is replaced by its first
 # parent: a deletion locks all packed refs, and a killed git leaves the lock.
 STEP = "refs/worktree/muon/step"
-# The texts that `pull` took, from which the next one begins.
-TAKEN = "refs/worktree/muon/taken"
 # Each commit of this tool has this trailer, with the name of the overlay.
 TRAILER = "Muon-Overlay"
 REPLACED = "torch/optim/_muon.py"
@@ -126,15 +122,10 @@ class Worktree:
         """Variables with which git writes its objects elsewhere, and reads those here, too."""
         with git.scratch() as folder:
             objects = folder / "objects"
-            self.borrow(objects)
+            (objects / "info").mkdir(parents=True)
+            ours = os.fsencode(self.common / "objects")
+            (objects / "info/alternates").write_bytes(ours + b"\n")
             yield {"GIT_OBJECT_DIRECTORY": str(objects)}
-
-    def borrow(self, folder: Path) -> None:
-        """Let an object directory have this repository's objects, too."""
-        (folder / "info").mkdir(parents=True, exist_ok=True)
-        (folder / "info/alternates").write_bytes(
-            os.fsencode(self.common / "objects") + b"\n"
-        )
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
@@ -155,12 +146,6 @@ class Worktree:
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
 
-    def laid(self) -> list[str]:
-        """The overlays that were applied to this work tree, newest first."""
-        log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [self.resolve(LAID), *log.split()]
-        return list(dict.fromkeys(filter(None, names)))
-
     # Objects: a user sees no change.
 
     def build(
@@ -169,18 +154,14 @@ class Worktree:
         commits: list[tuple[str, files.Texts]],
         name: str | None,
         *,
-        record: bool = False,
         env: dict[str, str] | None = None,
     ) -> str:
-        """The newest of those commits (message, texts); only objects are written.
-
-        A record is a commit of this tool, without a signature.
-        """
+        """The newest of those commits (message, texts); only objects are written."""
         env = env or {}
         for words, texts in commits:
             words = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n"
             tree = self._tree(parent, texts, env)
-            parent = self._commit(tree, [parent], words, record=record, env=env)
+            parent = self._commit(tree, [parent], words, env=env)
         return parent
 
     def _tree(self, parent: str, texts: files.Texts, env: dict[str, str]) -> str:
@@ -205,9 +186,10 @@ class Worktree:
         parents: list[str],
         words: str,
         *,
-        record: bool,
         env: dict[str, str],
+        record: bool = False,
     ) -> str:
+        """A record is a commit of this tool, without the user's name and signature."""
         command = ["commit-tree", tree]
         for parent in parents:
             command += ["-p", parent]
@@ -225,7 +207,7 @@ class Worktree:
         lock = self.git_dir / "index.lock"
         if lock.is_file() and lock.read_bytes() == _LOCK:
             lock.unlink()
-        locks = [Path(f"{name}.lock") for name in (self._index, LAID, STEP, TAKEN)]
+        locks = [Path(f"{name}.lock") for name in (self._index, STEP)]
         for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
