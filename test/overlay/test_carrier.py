@@ -8,6 +8,7 @@ from overlay.conftest import append, BASE, branch, C10D, commit_all, everything,
 from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, replace
 from overlay.conftest import run
 from overlay.conftest import SUBJECTS, tree_of
+from tools.overlay import payload
 from tools.overlay.payload import ROOT
 
 
@@ -64,6 +65,23 @@ def test_squash_of_an_older_overlay_with_an_edit(squashed, on, ours):
     on("pull", where=squashed, root=ours)
     assert (ours / OWN).read_text() == f"# newer\n{first}# there\n"
     assert (ours / MUON).read_text().endswith("# newer\n")
+
+
+@pytest.mark.parametrize("how", ["squashed", "applied"])
+def test_edits_of_all_files(squashed, checkout, on, ours, tmp_path, how):
+    """A fork formats all files in its own way. `status` saw no overlay."""
+    where = squashed
+    if how == "applied":
+        where = checkout
+        git(checkout, "reset", "-q", "--hard", "topic")
+    base = tree_of(where, "HEAD~1" if how == "squashed" else BASE)
+    for rel in payload.read(ours).whole:
+        append(where / rel, "# in the fork's style\n")
+    commit_all(where)
+    assert git(ours, "rev-parse", "HEAD") in on("status", where=where, root=ours)
+    on("apply", where=where, root=ours, code=3, words=["pull"])
+    on("revert", where=where, root=ours)
+    assert tree_of(where) == base
 
 
 def test_commits_with_other_messages(checkout, on, ours):

@@ -3,16 +3,17 @@
 import functools
 import re
 
-from . import git, patches, payload, versions
+from . import git, patches, payload
 from .errors import WorkFailed
 from .history import History
 from .payload import Source
-from .worktree import TRAILER, Worktree
+from .worktree import REPLACED, TRAILER, Worktree
 
 
 # Each commit of this tool has it; that of a revert says "none". A merge that squashes
 # them indents their messages.
 _TRAILER = rf"^ *{TRAILER}: "
+_NEWEST = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
 
 
 class Ancestry:
@@ -34,19 +35,27 @@ class Ancestry:
         return base
 
     def overlay_files(self, commit: str) -> dict[str, bytes]:
-        """The whole files there whose texts the overlay has, or had."""
+        """The overlay's whole files there. If all are edited, with the texts of before."""
         names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *payload.ROOTS)
         paths = git.lines(self.tree.root, *names)
         paths = [p for p in paths if self.history.has_path(p) or payload.is_muons(p)]
-        texts = self.tree.texts(commit, paths).items()
-        return {rel: text for rel, text in texts if text and self._is_ours(rel, text)}
+        texts = self.tree.texts(commit, paths)
+        known = {p: t for p, t in texts.items() if t and self.history.has_text(p, t)}
+        return known or self._added_files(commit, paths)
 
-    def _is_ours(self, path: str, text: bytes) -> bool:
-        if self.history.has_text(path, text):
-            return True
-        if versions.stock(path, text) or not payload.is_muons(path):
-            return False
-        return text in self._brought.get(path, ())
+    def _added_files(self, commit: str, paths: list[str]) -> dict[str, bytes]:
+        """The files that the overlay added, this repository's or another one."""
+        tree, files_there = self.tree, {}
+        for path in paths:
+            if path == REPLACED or not payload.is_muons(path):
+                continue
+            added = (*_NEWEST, "--diff-filter=A", commit, "--", path)
+            first = tree.ask(*added, check=True)
+            before, text = tree.resolve(f"{first}^"), tree.texts(first, [path])[path]
+            is_known = self.history.has_text(path, text)
+            if is_known or self.named(first, *[f"^{before}"] * bool(before)):
+                files_there[path] = text or b""
+        return files_there
 
     def named(self, *which: str) -> dict[str, str | None]:
         """The commits among these that bring an overlay, newest first, with its name."""
@@ -80,22 +89,6 @@ class Ancestry:
                         self.conflicts[path] = other
         return texts
 
-    @functools.cached_property
-    def _brought(self) -> dict[str, set[bytes]]:
-        """The texts in commits of this tool, by path.
-
-        This repository lacks them if it is older, has no git, or was not committed.
-        """
-        brought: dict[str, set[bytes]] = {}
-        for commit in self.named("HEAD"):
-            if not self.tree.resolve(f"{commit}^"):
-                continue
-            paths = self.tree.changed(f"{commit}^", commit)
-            for path, text in self.tree.texts(commit, paths).items():
-                if text:
-                    brought.setdefault(path, set()).add(text)
-        return brought
-
     def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
         tree = self.tree
@@ -126,9 +119,8 @@ class Ancestry:
 
     def _brings(self, commit: str) -> str:
         """The newest commit, from there on, that brings a part of the overlay; or empty."""
-        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
         if ours := self.overlay_files(commit):
-            return self.tree.ask(*newest, commit, "--", min(ours), check=True)
+            return self.tree.ask(*_NEWEST, commit, "--", min(ours), check=True)
         # The first commits, and the last ones, have hunks only.
         if self.named("--no-walk", commit) or self._has_hunks_only(commit):
             return commit
