@@ -8,7 +8,7 @@ from overlay.conftest import append, BASE, branch, C10D, commit_all, everything,
 from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, replace
 from overlay.conftest import run
 from overlay.conftest import SUBJECTS, tree_of
-from tools.overlay import payload
+from tools.overlay import payload, taken
 from tools.overlay.payload import ROOT
 
 
@@ -273,6 +273,63 @@ def test_edit_after_an_update(checkout, on, ours):
     commit_all(checkout)
     assert f"took {OWN}" in on("pull", root=ours)
     assert (ours / OWN).read_text() == lines["again"] + text + lines["later"]
+
+
+def test_record_of_pull_that_cannot_be_written(checkout, on, ours):
+    """This repository had the edit, and the command said that nothing was written."""
+    on("apply", root=ours)
+    append(checkout / OWN, "# there\n")
+    record = checkout / ".git" / taken.RECORD
+    record.mkdir()
+    on("pull", root=ours, code=1, words=["is a folder"])
+    record.rmdir()
+    record.write_text('{"torch": [1]}')  # of a disk that was full
+    assert f"took {OWN}" in on("pull", root=ours)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_upstream_took_the_first_commit(checkout, on, below):
+    """`status` took it for an overlay, and `revert` removed upstream's commit."""
+    on("apply")
+    git(checkout, "reset", "-q", "--hard", BASE)
+    first, *_ = git(checkout, "rev-list", "--reverse", "HEAD..ORIG_HEAD").split()
+    git(checkout, "cherry-pick", first)
+    git(checkout, "commit", "-q", "--amend", "-m", "c10d: names of local groups (#1)")
+    if below:
+        append(checkout / "torch/optim/sgd.py", "# upstream's\n")
+        commit_all(checkout)
+    tree = tree_of(checkout)
+    assert "no overlay" in on("status")
+    assert "nothing to do" in on("revert")
+    on("apply")
+    on("revert")
+    assert tree_of(checkout) == tree
+
+
+@pytest.mark.parametrize("where", ["there", "clone"])
+def test_squash_of_an_overlay_that_was_not_committed_here(
+    checkout, on, ours, tmp_path, where
+):
+    """Nothing but the texts of the other files names it."""
+    start = tree_of(checkout)
+    append(ours / OWN, "# not committed here\n")
+    new = "torch/optim/_muon_engine/new.py"
+    (ours / new).write_text("# new\n")
+    on("apply", root=ours)
+    git(checkout, "reset", "-q", "--soft", BASE)
+    git(checkout, "commit", "-q", "-m", "Distributed Muon (#12)")
+    if where == "clone":
+        git(tmp_path, "clone", "-q", checkout, "clone")
+        checkout = tmp_path / "clone"
+    assert "as in this repository" in on("status", where=checkout, root=ours)
+    (ours / new).unlink()
+    git(ours, "restore", OWN)
+    on("apply", where=checkout, root=ours, code=3, words=[f"  {OWN}\n"])
+    assert new in on("pull", "--dry-run", where=checkout, root=ours)
+    shown = on("revert", where=checkout, root=ours)
+    git(checkout, "rm", "-q", "--ignore-unmatch", new)
+    git(checkout, "commit", "-q", "--allow-empty", "-m", "x")
+    assert tree_of(checkout) == start, shown
 
 
 def test_conflict_of_a_binary_file(checkout, on, ours, face):

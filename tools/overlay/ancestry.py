@@ -51,9 +51,8 @@ class Ancestry:
                 continue
             added = (*_NEWEST, "--diff-filter=A", commit, "--", path)
             first = tree.ask(*added, check=True)
-            before, text = tree.resolve(f"{first}^"), tree.texts(first, [path])[path]
-            is_known = self.history.has_text(path, text)
-            if is_known or self.named(first, *[f"^{before}"] * bool(before)):
+            text = tree.texts(first, [path])[path]
+            if self.history.has_text(path, text) or self._is_named(first):
                 files_there[path] = text or b""
         return files_there
 
@@ -108,8 +107,8 @@ class Ancestry:
 
         The first commit of all, for instance an import, is its own base.
         """
-        commit = tip
-        while bringing := self._brings(commit):
+        commit, bringing = tip, ""
+        while bringing := self._brings(commit, bringing):
             commit = self.tree.resolve(f"{bringing}^")
             if not commit:
                 self.tree.refuse_if_shallow()
@@ -117,14 +116,23 @@ class Ancestry:
                 return bringing
         return commit
 
-    def _brings(self, commit: str) -> str:
-        """The newest commit, from there on, that brings a part of the overlay; or empty."""
+    def _brings(self, commit: str, above: str) -> str:
+        """The newest commit, from there on, that brings a part of the overlay; or empty.
+
+        ``above`` is the one before it; empty for the tip.
+        """
         if ours := self.overlay_files(commit):
             return self.tree.ask(*_NEWEST, commit, "--", min(ours), check=True)
-        # The first commits, and the last ones, have hunks only.
-        if self.named("--no-walk", commit) or self._has_hunks_only(commit):
-            return commit
-        return ""
+        # The first commit has hunks only. Upstream may have taken that one.
+        is_ours = self.named("--no-walk", commit) or (
+            above and not self._is_named(above) and self._has_hunks_only(commit)
+        )
+        return commit if is_ours else ""
+
+    def _is_named(self, commit: str) -> bool:
+        """Whether it is a commit of this tool, or merges one."""
+        before = self.tree.resolve(f"{commit}^")
+        return bool(self.named(commit, *[f"^{before}"] * bool(before)))
 
     def _has_hunks_only(self, commit: str) -> bool:
         """Whether that commit did nothing but apply patches of the overlay."""

@@ -203,9 +203,10 @@ class Checkout(Target):
             if not clean:
                 conflicts[place] = rel
         if changes and not dry:
+            # The record counts only when this repository has what it says was written.
+            taken.write(self.tree, record)
             written = {root / place: text for place, text in changes.items()}
             files.write(written, root / payload.PATCHES / "series", root)
-            taken.write(self.tree, record)
         laid, whole = plan.laid, plan.source.whole
         missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), conflicts, missing

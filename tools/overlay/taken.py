@@ -1,5 +1,6 @@
 """The record of `pull`, by file: it takes no edit twice."""
 
+import contextlib
 import json
 from typing import NamedTuple
 
@@ -21,9 +22,11 @@ class Taken(NamedTuple):
 
 
 def read(tree: Worktree) -> dict[str, Taken]:
-    record = files.read(tree.git_dir / RECORD)
-    by_path = json.loads(record) if record else {}
-    return {rel: Taken(*map(_decoded, values)) for rel, values in by_path.items()}
+    """Empty also if it is damaged: then `pull` takes an edit twice at worst."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        by_path = json.loads((tree.git_dir / RECORD).read_bytes())
+        return {rel: Taken(*map(_decoded, values)) for rel, values in by_path.items()}
+    return {}
 
 
 def write(tree: Worktree, by_path: dict[str, Taken]) -> None:
