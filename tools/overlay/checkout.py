@@ -76,15 +76,16 @@ class Checkout(Target):
         return lines + f"\n  {where} stash push -- {shlex.join(rels)}"
 
     def _refuse_hidden(self, hidden: dict[str, str]) -> None:
-        lines = [f"  {rel}\n" for rel in hidden]
-        for flag in dict.fromkeys(hidden.values()):
-            rels = shlex.join(rel for rel, each in hidden.items() if each == flag)
-            update = f"git -C {self.tree.quoted} update-index --no-{flag} -- {rels}"
-            lines.append(f"This shows them to git again:\n  {update}\n")
-        raise Refused(
-            f"flags of git's index hide these files of {self.words}:\n"
-            + "".join(lines).rstrip()
-        )
+        by_flag: dict[str, list[str]] = {}
+        words = f"flags of git's index hide these files of {self.words}:"
+        for rel, flag in hidden.items():
+            by_flag.setdefault(flag, []).append(rel)
+            words += f"\n  {rel}"
+        words += "\nThis shows them to git again:"
+        for flag, rels in by_flag.items():
+            command = f"update-index --no-{flag} -- {shlex.join(rels)}"
+            words += f"\n  git -C {self.tree.quoted} {command}"
+        raise Refused(words)
 
     def _check_apply(
         self, plan: CheckoutPlan, root: Path, changes: files.Texts, force: bool
@@ -183,12 +184,13 @@ class Checkout(Target):
             self._refuse_uncommitted(root)
             return [], {}, []
         edits = {rel: plan.owned[rel] for rel in plan.edited}
-        there = {r: t for r, t in [*edits.items(), *self._added(plan).items()] if t}
         _, misfits = patches.overlay(plan.source, plan.stock)
         changes: dict[str, bytes] = {}
         conflicts: dict[str, str] = {}
         record = dict(plan.taken)
-        for rel, theirs in there.items():
+        for rel, theirs in (edits | self._added(plan)).items():
+            if not theirs:
+                continue
             if rel in misfits:
                 raise WrongTarget(misfits[rel])
             place, here = plan.place(rel), plan.here(rel)
@@ -207,8 +209,10 @@ class Checkout(Target):
             taken.write(self.tree, record)
             written = {root / place: text for place, text in changes.items()}
             files.write(written, root / payload.PATCHES / "series", root)
-        laid, whole = plan.laid, plan.source.whole
-        missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
+        missing = []
+        for rel, text in plan.laid.items():
+            if text and not plan.now[rel] and rel in plan.source.whole:
+                missing.append(rel)
         return sorted(changes), conflicts, missing
 
     def dropping(self) -> str:

@@ -134,7 +134,8 @@ class Worktree:
                 way = f"  git -C {self.quoted} {command} --"
                 ways = f"finish or drop it:\n{way}continue\n{way}abort"
                 raise Refused(f"git {command} is in progress in {self.root}: {ways}")
-        unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
+        entries = git.lines(self.root, "ls-files", "-uz")
+        unmerged = {entry.split("\t")[1] for entry in entries}
         if unmerged:
             add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
             raise Refused(f"{self.root} has unmerged files. Resolve them:\n  {add}")
