@@ -262,7 +262,7 @@ def test_edit_after_an_update(checkout, on, ours):
     append(checkout / OWN, lines["there"])
     commit_all(checkout)
     on("pull", root=ours)
-    append(ours / MUON, lines["here"])
+    commit_all(ours)
     text = (ours / OWN).read_text()
     (ours / OWN).write_text(lines["here"] + text)
     commit_all(ours)
