@@ -45,7 +45,7 @@ if __name__ == "__main__":
 }
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 C10D = "torch/distributed/distributed_c10d.py"
-# The commits that `apply --commit` makes.
+# The commits that `apply` makes.
 SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
 BASE = f"HEAD~{len(SUBJECTS)}"
 OTHER = "# Muon as another release has it\n"
@@ -292,10 +292,10 @@ def on(request, face):
 
 
 def everything(where):
-    """A user's files, index and branches, and what is applied."""
+    """A user's files, index and branches."""
     if not (where / ".git").exists():
         return snapshot(where)
-    refs = ("for-each-ref", "refs/heads", "refs/stash", "refs/worktree/muon/laid")
+    refs = ("for-each-ref", "refs/heads", "refs/stash")
     return snapshot(where), git_status(where), git(where, *refs)
 
 
@@ -339,3 +339,20 @@ def commit_all(where, message="work"):
 
 def append(path, text):
     path.write_text(path.read_text() + text)
+
+
+def tree_of(where, commit="HEAD"):
+    return git(where, "rev-parse", f"{commit}^{{tree}}")
+
+
+def branch(checkout, name, texts, at="main"):
+    """Make a branch of one commit with these texts; its commit."""
+    git(checkout, "switch", "-q", "-c", name, at)
+    put(checkout, {rel: text.encode() for rel, text in texts.items()})
+    return commit_all(checkout, name)
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))

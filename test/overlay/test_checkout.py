@@ -6,9 +6,9 @@ import shutil
 import tempfile
 
 import pytest
-from overlay.conftest import append, BASE, C10D, commit_all, everything, fails, git
-from overlay.conftest import git_status, leads_on, MUON, OTHER, OWN, put, run, script
-from overlay.conftest import snapshot, SUBJECTS
+from overlay.conftest import append, BASE, branch, C10D, commit_all, everything, fails
+from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, put, run
+from overlay.conftest import script, snapshot, SUBJECTS, tree_of
 from tools.overlay import patches, payload, worktree
 from tools.overlay.checkout import Checkout
 from tools.overlay.errors import WorkFailed
@@ -17,10 +17,6 @@ from tools.overlay.payload import ROOT
 
 ENGINE, SGD = "torch/optim/_muon_engine", "torch/optim/sgd.py"
 DOC = "docs/source/optim.md"
-
-
-def tree_of(where, commit="HEAD"):
-    return git(where, "rev-parse", f"{commit}^{{tree}}")
 
 
 def state(where):
@@ -32,66 +28,63 @@ def restored(checkout, tree):
     return (git_status(checkout), tree_of(checkout)) == ("", tree)
 
 
-def branch(checkout, name, texts, at="main"):
-    """Make a branch of one commit with these texts; its commit."""
-    git(checkout, "switch", "-q", "-c", name, at)
-    put(checkout, {rel: text.encode() for rel, text in texts.items()})
-    return commit_all(checkout, name)
-
-
 def test_apply_and_revert(checkout, on):
     append(checkout / MUON, "# an edit of upstream's file is no overlay\n")
     assert state(checkout) == "none"
     git(checkout, "restore", MUON)
-    before = snapshot(checkout)
-    on("apply")
+    before, tree = snapshot(checkout), tree_of(checkout)
+    assert "committed as" in on("apply")
     for rel, text in payload.read(ROOT).whole.items():
         assert (checkout / rel).read_bytes() == text
     assert "## Distributed Muon" in (checkout / DOC).read_text()
-    # It is staged, and HEAD stays.
-    assert {line[:3] for line in git_status(checkout).splitlines()} == {"A  ", "M  "}
+    assert git_status(checkout) == ""
     assert "nothing to do" in on("apply")
     found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["overlay"]) == ("current", payload.name(ROOT))
     assert set(found["files"].values()) == {"current"}
     on("revert")
-    assert (snapshot(checkout), git_status(checkout)) == (before, "")
+    assert snapshot(checkout) == before
+    assert restored(checkout, tree)
     assert "nothing to do" in on("revert")
 
 
-def test_commits(checkout, on):
-    """The commits are the stack, without the user's other work."""
+@pytest.mark.parametrize("word", [(), ("--commit",)])
+def test_commits(checkout, on, word):
+    """The commits are the stack, without the user's other work. `--commit` has no effect."""
     tree = tree_of(checkout)
     (checkout / SGD).write_text("# somebody's other work\n")
     git(checkout, "add", SGD)
-    on("apply")
-    assert "committed as" in on("apply", "--commit")
+    assert "committed as" in on("apply", *word)
     assert git(checkout, "log", "--reverse", "--format=%s").splitlines()[1:] == SUBJECTS
     assert f"Muon-Overlay: {payload.name(ROOT)}" in git(checkout, "log", "-1")
     head = git(checkout, "rev-parse", "HEAD")
-    assert "already" in on("apply", "--commit")
+    assert "already" in on("apply", *word)
     assert git(checkout, "rev-parse", "HEAD") == head
-    # A revert that is not committed; `status` listed each file as missing.
-    assert f"revert --checkout {checkout} --commit" in on("revert")
-    assert f"M  {MUON}\n" in git_status(checkout)
-    assert "reverted, not committed" in on("status")
-    on("apply")  # a second thought
-    on("revert", "--commit")
+    on("revert", *word)
     assert git_status(checkout) == "M  torch/optim/sgd.py\n"
     assert tree_of(checkout) == tree
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
-    on("apply", *["--commit"] * committed)
+def test_edits_of_the_overlay(checkout, on, face, committed):
+    tree = tree_of(checkout)
+    on("apply")
     append(checkout / OWN, "# an edit\n")
+    words = (f"  {OWN}\n", f"pull --checkout {checkout}")
     if committed:  # into the overlay's own commit
         git(checkout, "commit", "-qa", "--amend", "--no-edit")
-    for command in ("apply", "revert"):
-        on(command, code=3, words=(f"  {OWN}\n", f"pull --checkout {checkout}"))
+        on("apply", code=3, words=words)
+    else:
+        assert "already" in on("apply")
+        on("revert", code=3, words=words)
     exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
     assert f"lacks edits of this checkout ({OWN})" in exported.err
     assert state(checkout) == "changed"
+    if committed:  # a commit loses none
+        done = face("revert", "--checkout", checkout)
+        fails(done, 0, f"lacks edits of {OWN}", f"log -p -- {OWN}")
+        assert tree_of(checkout) == tree
+        assert "# an edit" in leads_on(done.err)[0].out
 
 
 def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
@@ -104,8 +97,9 @@ def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
     assert len(list((checkout / ".git").rglob("*"))) == count
     assert not (tmp_path / "out").exists()
     run("git", "apply", "-p1", "-", cwd=checkout, data=patch)
-    assert state(checkout) == "current"
-    on("apply")
+    assert state(checkout) == "uncommitted"
+    assert "not committed" not in on("apply")
+    assert git_status(checkout) == ""
     assert on("diff") == ""
     append(checkout / "torch/optim/__init__.py", "# an edit\n")
     before = everything(checkout)
@@ -133,26 +127,37 @@ def test_what_is_a_checkout(checkout, face, tmp_path, monkeypatch):
     assert "safe.directory" in face("apply", "--checkout", checkout).err
 
 
-def test_partly_committed_overlay(checkout, on):
-    """`git commit -a` of the overlay does not outlive `revert`."""
+@pytest.mark.parametrize("half", [False, True])
+def test_overlay_that_is_staged(checkout, on, half):
+    """Older versions of this tool staged it. `apply` commits it."""
     tree = tree_of(checkout)
-    for rest in (), ("--commit",):
-        on("apply")
-        git(checkout, "commit", "-qam", "half of it")
-        on("apply", *rest)
-        on("revert", "--commit")
+    on("apply")
+    applied = tree_of(checkout)
+    git(checkout, "reset", "-q", "--soft", BASE)
+    if half:
+        git(checkout, "commit", "-qm", "half of it", "--", MUON, OWN, C10D)
+    else:
+        assert "`apply` commits it" in on("status")
+        leads_on(on("status"))
+        git(checkout, "reset", "-q", "--soft", BASE)
+        leads_on(on("revert", code=3, words=["stash"]))
         assert restored(checkout, tree)
+        git(checkout, "stash", "pop", "-q", "--index")
+    on("apply")
+    assert restored(checkout, applied)
+    on("revert")
+    assert restored(checkout, tree)
 
 
 def test_main_of_upstream(checkout, on, face):
-    """Files of no release, and hunks that do not fit, are warnings with `--force`, once."""
+    """Files of no release, and hunks that do not fit, are warnings with `--force`."""
     texts = {MUON: "# a fix of upstream\n", C10D: "# all new\n"}
     branch(checkout, "newer", {**texts, "version.txt": "2.16.0a0\n"})
     words = ("apply", "--checkout", checkout)
-    on("apply", "--commit", code=2, words=["--force --commit", "in no supported ver"])
-    warning = f"warning: {MUON} there is of no release"
-    fails(face(*words, "--force"), 0, "0002-local-groups", warning)
-    assert face(*words, "--force").err == ""
+    on("apply", code=2, words=[" --force\n", "in no supported ver"])
+    warnings = ("0002-local-groups", f"warning: {MUON} there is of no release")
+    for _ in range(2):  # it was said once
+        fails(face(*words, "--force"), 0, *warnings)
     on("revert")
     assert git_status(checkout) == ""
 
@@ -161,7 +166,6 @@ def test_amended_and_rebased_overlay(checkout, on):
     """`revert --commit` ended in a traceback after the commit was made."""
     on("apply", "--commit")
     git(checkout, "commit", "-q", "--amend", "-m", "testing: amended")
-    assert "not committed" in on("revert")
     on("revert", "--commit")
     assert git_status(checkout) == ""
     # Now on top of upstream's changes around the hunks.
@@ -220,21 +224,18 @@ def test_commit_during_a_merge(checkout, on, names):
     on("apply", "--commit", code=3, words=[words])
 
 
-def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
-    """`status` said "no overlay" with 46 changed paths, once another branch was used."""
+def test_cleaned_overlay_is_found_again(checkout, on):
     on("apply")
-    git(checkout, "stash", "-qu")
-    git(checkout, "switch", "-q", "-c", "other")
-    on("apply")
-    on("revert")
-    git(checkout, "switch", "-q", "main")
-    git(checkout, "stash", "pop", "-q")
-    assert state(checkout) == "current"
     (checkout / OWN).unlink()
     found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["files"][OWN]) == ("changed", "missing")
+    # The file is as `revert` leaves it.
     on("revert")
     assert git_status(checkout) == ""
+    on("apply")
+    rels = payload.read(ROOT).whole
+    git(checkout, "rm", "-q", "--", *rels)
+    assert state(checkout) == "changed"
 
 
 def test_each_branch_has_its_own_overlay(checkout, on, overlay):
@@ -244,7 +245,7 @@ def test_each_branch_has_its_own_overlay(checkout, on, overlay):
         texts = {"version.txt": f"{version}\n", MUON: f"{OTHER}# {name}\n"}
         trees[name] = tree_of(checkout, branch(checkout, name, texts))
         append(overlay / OWN, f"# for {name}\n")
-        Checkout(checkout).apply(overlay, commit=True)
+        Checkout(checkout).apply(overlay)
     git(checkout, "switch", "-q", "main")
     assert state(checkout) == "none"
     assert "nothing to do" in on("revert")
@@ -284,16 +285,15 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     before = everything(checkout)
     fails(tool(*words, env=plain), 1, "git config --global user.email")
     assert everything(checkout) == before
-    assert tool(*words[:-1], env=plain).code == 0
 
 
-@pytest.mark.parametrize("more", [(), ("--commit",)])
-def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch, more):
-    """An overlay that was not staged was gone, and a git that was killed before left its lock."""
+def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch):
+    """A git that was killed before left its lock. An edit that `pull` took was gone."""
     (checkout / ".git/packed-refs.lock").touch()
     on("apply")
-    git(checkout, "reset", "-q")
     append(overlay / OWN, "# newer\n")
+    append(overlay / MUON, "# newer\n")
+    shutil.copyfile(overlay / OWN, checkout / OWN)
     real = worktree.git.git
 
     def fails_at_last(where, *words, **options):
@@ -303,7 +303,7 @@ def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch
         return done
 
     monkeypatch.setattr(worktree.git, "git", fails_at_last)
-    on("apply", *more, root=overlay, code=1, words=["no space left"])
+    on("apply", root=overlay, code=1, words=["no space left"])
     monkeypatch.undo()
     on("apply", root=overlay)
     on("revert", root=overlay)
@@ -312,13 +312,13 @@ def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch
 
 def test_edit_while_the_command_works(checkout, face, monkeypatch):
     """It was overwritten: a passphrase for a signature leaves a minute for it."""
-    real = worktree.Worktree.lay
+    real = worktree.Worktree.move
 
     def late(tree, *args):
         append(checkout / MUON, "# mine\n")
         real(tree, *args)
 
-    monkeypatch.setattr(worktree.Worktree, "lay", late)
+    monkeypatch.setattr(worktree.Worktree, "move", late)
     fails(face("apply", "--checkout", checkout), 1, "changed meanwhile")
     assert (checkout / MUON).read_text().endswith("# mine\n")
 
@@ -468,7 +468,7 @@ def test_folder_that_this_user_may_not_write(checkout, on, monkeypatch):
     on("revert", code=2, words=["may not write"])
 
 
-@pytest.mark.parametrize("how", ["commit -qam fix", "add .", "status"])
+@pytest.mark.parametrize("how", ["commit -qam fix", "add ."])
 def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     """`pull` took it into the patch, and `revert --commit` removed it."""
     on("apply", "--commit")
@@ -479,7 +479,7 @@ def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     assert "already" in on("apply", "--commit")
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
-    if how == "status":  # it is only in the work tree
+    if not committed:
         errors = on("revert", code=3, words=[f"  {C10D}\n"])
         assert "pull" not in errors
         leads_on(errors)
@@ -488,7 +488,7 @@ def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
         assert (checkout / C10D).read_text().count("# a fix\n") == 2
         return
     on("revert", "--commit")
-    assert git_status(checkout) == ("" if committed else f"M  {C10D}\n")
+    assert git_status(checkout) == ""
     stock = git(checkout, "show", f"{BASE}~{1 + committed}:{C10D}")
     assert (checkout / C10D).read_text() == f"# a fix\n{stock}\n# a fix\n"
     on("apply", "--commit")
@@ -556,12 +556,21 @@ def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
     assert "## Distributed Muon" in git(second, "show", f"HEAD:{DOC}")
 
 
-def test_vendored_import(checkout, on):
+def test_vendored_import(checkout, on, overlay):
     """There was no history to fetch, and `fetch --unshallow` was the way out."""
     on("apply")
     shutil.rmtree(checkout / ".git")
     commit_all(checkout, "an import")
     assert "nothing to do" in on("apply")
+    # A newer overlay replaces it, and `revert` restores what was imported.
+    tree = tree_of(checkout)
+    commit_all(overlay)
+    append(overlay / OWN, "# newer\n")
+    on("apply", root=overlay, code=3, words=[f"  {OWN}\n", "--force"])
+    on("apply", "--force", root=overlay)
+    assert state(checkout) != "imported"
+    on("revert", root=overlay)
+    assert restored(checkout, tree)
     (checkout / OWN).write_text("# edited\n")
     commit_all(checkout)
     assert "unshallow" not in on("apply", code=3, words=[f"  {OWN}\n"])
@@ -578,8 +587,8 @@ def test_signatures_and_hooks_of_the_user(checkout, on, tmp_path):
     body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
     hook = script(checkout / ".git/hooks/reference-transaction", body)
     on("apply", "--commit", code=1, words=["git update-ref"])
-    on("apply")  # without a commit, both are not asked
     hook.unlink()
+    on("apply")
 
 
 def test_names_that_are_not_utf_8_and_safe_path(checkout, tool):

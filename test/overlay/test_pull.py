@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from overlay.conftest import append, BASE, commit_all, git, git_status, leads_on, MUON
-from overlay.conftest import OWN, put, snapshot
+from overlay.conftest import append, BASE, commit_all, git, git_status
+from overlay.conftest import MUON, OWN, put, replace, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
-from tools.overlay.errors import WrongTarget
+from tools.overlay.errors import Refused, WrongTarget
 
 
 DOC = "docs/source/optim.md"
@@ -15,15 +15,9 @@ DATABASE = "torch/testing/_internal/common_optimizers.py"
 PATCH = "patches/0001-docs-distributed-muon.patch"
 
 
-def replace(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
 @pytest.mark.parametrize("committed", [False, True])
 def test_whole_files(there, ours, committed):
-    there.apply(ours, commit=committed)
+    there.apply(ours)
     append(there.root / MUON, "# an edit\n")
     # The second one was not seen.
     added = [
@@ -41,9 +35,9 @@ def test_whole_files(there, ours, committed):
         assert (ours / rel).read_bytes() == (there.root / rel).read_bytes()
     assert there.pull(ours) == ([], {}, [])
     # Then `apply` and `revert` know the edits as the overlay's own.
-    assert there.apply(ours).written == []
+    assert there.apply(ours).written == ([] if committed else [MUON, *added])
     assert there.status(ours)["state"] == "current"
-    there.revert(ours, commit=committed)
+    there.revert(ours)
     assert git_status(there.root) == ""
 
 
@@ -55,7 +49,7 @@ def test_hunks(there, ours):
     replace(database, '"flatten"', '"flatten", "mine"')
     # Other lines of upstream's file are not ours.
     database.write_text(f"# somebody's\n{database.read_text()}# somebody's\n")
-    git(there.root, "add", DATABASE)
+    git(there.root, "commit", "-qam", "edits")
     names, conflicts, missing = there.pull(ours)
     assert (len(names), conflicts, missing) == (2, {}, [])
     for rel, first in ((DOC, " ++ "), (DATABASE, None)):
@@ -64,7 +58,7 @@ def test_hunks(there, ours):
         hunk = hunks.split("@@\n")[1].splitlines()
         # A line of context that occurs twice would let the hunk land elsewhere.
         lines = [line[1:] for line in hunk if line[0] in " -"]
-        stock = git(there.root, "show", f"HEAD:{rel}")
+        stock = git(there.root, "show", f"{BASE}~1:{rel}")
         assert stock.count("\n".join(lines)) == 1
         # As little of it as before: a line before it and one after.
         signs = [line[0] for line in (hunk[0], hunk[1], hunk[-2], hunk[-1])]
@@ -72,7 +66,9 @@ def test_hunks(there, ours):
     assert there.apply(ours).written == []
     assert "owning" in path.read_text()
     there.revert(ours)
-    assert git_status(there.root) == f"M  {DATABASE}\n"
+    assert git_status(there.root) == ""
+    assert git(there.root, "diff", "--name-only", f"{BASE}~2") == DATABASE
+    assert there.tree.texts("HEAD", [DATABASE])[DATABASE].count(b"somebody's") == 2
 
 
 @pytest.mark.parametrize("rel", [OWN, DOC])
@@ -91,19 +87,25 @@ def test_edits_on_both_sides_are_merged(there, ours, rel):
     assert "Changed here" in text
     assert "# there" in text
     # The checkout's own text is known by now, so that `apply` brings both.
+    with pytest.raises(Refused, match="stash"):
+        there.apply(ours)
+    git(there.root, "commit", "-qam", "an edit")
     assert there.apply(ours).written == [rel]
     assert "# there" in (there.root / rel).read_text()
     assert there.status(ours)["state"] == "current"
 
 
+@pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("rel", [OWN, DOC])
-def test_overlapping_edits_have_markers(there, ours, rel, face):
+def test_overlapping_edits_have_markers(there, ours, rel, face, committed):
     there.apply(ours)
     place = PATCH if rel == DOC else rel
     old = (ours / OWN).read_text().splitlines()[0] if rel == OWN else "Distributed Muon"
     replace(ours / place, old, "here")
     replace(there.root / rel, old, "there")
     append(there.root / MUON, "# there\n")
+    if committed:
+        git(there.root, "commit", "-qam", "edits")
     done = face("pull", "--checkout", there.root, root=ours)
     assert (done.code, f"this repository:\n  {place}\n" in done.out) == (1, True)
     sides = (ours / place).read_text().split("<<<<<<< this repository\n")[1]
@@ -114,11 +116,29 @@ def test_overlapping_edits_have_markers(there, ours, rel, face):
     before = snapshot(ours)
     assert face("pull", "--checkout", there.root, root=ours).code == 1
     assert snapshot(ours) == before
-    text = (ours / place).read_text()
-    for sign in ("<<<<<<< this repository", "=======", ">>>>>>> the checkout"):
-        text = re.sub(rf"(?m)^\+?{sign}\n", "", text)
-    (ours / place).write_text(text)
-    leads_on(done.out)
+    with pytest.raises(Refused, match="not resolved"):
+        there.apply(ours)
+    if committed:  # this repository's lines stay
+        text = re.sub(
+            r"(?ms)^\+?=======\n.*?>>>>>>> the checkout\n", "", before[place].decode()
+        )
+        (ours / place).write_text(
+            re.sub(r"(?m)^\+?<<<<<<< this repository\n", "", text)
+        )
+        with pytest.raises(Refused, match="These drop them"):
+            there.apply(ours)
+        words = ("--checkout", there.root)
+        for command in ("revert", "apply"):  # the printed lines name this repository
+            assert f" {command} --checkout {there.root}\n" in done.out
+            assert face(command, *words, root=ours).code == 0
+    else:  # both stay
+        text = (ours / place).read_text()
+        for sign in ("<<<<<<< this repository", "=======", ">>>>>>> the checkout"):
+            text = re.sub(rf"(?m)^\+?{sign}\n", "", text)
+        (ours / place).write_text(text)
+        with pytest.raises(Refused, match="stash"):
+            there.apply(ours)
+        git(there.root, "stash", "-q")
     there.apply(ours)
     assert there.status(ours)["state"] == "current"
 
@@ -126,7 +146,7 @@ def test_overlapping_edits_have_markers(there, ours, rel, face):
 @pytest.mark.parametrize("named", [False, True])
 def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     """`pull` took the edit, and took newer lines of the overlay away."""
-    there.apply(ours, commit=True)
+    there.apply(ours)
     if not named:  # a commit made by hand
         git(there.root, "reset", "-q", "--soft", BASE)
         git(there.root, "commit", "-qm", "ours")
@@ -142,10 +162,11 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     text = (ours / OWN).read_text()
     assert '"""Newer. ' in text
     assert text.endswith("# there\n")
-    assert clone.apply(ours, commit=True).written == [OWN]
-    clone.revert(ours, commit=True)
+    git(clone.root, "commit", "-qam", "an edit")
+    assert clone.apply(ours).written == [OWN]
+    clone.revert(ours)
     assert git_status(clone.root) == ""
-    assert git(clone.root, "diff", f"{BASE}~2" if named else "HEAD~3") == ""
+    assert git(clone.root, "diff", f"{BASE}~3" if named else "HEAD~4") == ""
 
 
 def test_what_is_no_source_of_the_overlay(there, ours, monkeypatch):
@@ -187,6 +208,7 @@ def test_edits_that_left_this_repository(there, ours, face):
     assert there.pull(ours)[0] == [new, OWN]
     git(ours, "stash", "-qu")
     words = ("--checkout", there.root)
+    commit_all(there.root, "edits")
     assert face("apply", *words, root=ours).code == 3
     assert there.pull(ours)[0] == [new, OWN]
     # A later edit of the same line is no conflict.

@@ -52,8 +52,10 @@ OPTIONS = {
     "--out": _value("DIR", OUT, default="out"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
-    "--commit": _flag("commit it in the checkout, layer by layer"),
-    "--force": _flag("go on with a torch that is not supported"),
+    "--commit": _flag("nothing: a checkout always gets commits"),
+    "--force": _flag(
+        "go on with a torch that is not supported, without patches that do not fit"
+    ),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
     "--frameworks": _flag("with the frameworks of docs/frameworks.md"),
     "--dry-run": _flag("say what would be done, write nothing"),
@@ -182,7 +184,8 @@ def _gpu(args: argparse.Namespace) -> int:
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
 
-    Writes all files or none, and never a file with changes of yours.
+    A checkout gets commits, as from `git am`. Writes all files or none, and never a file with
+    changes of yours.
     """
     _change(args, "applied to", "has the overlay already", force=args.force)
 
@@ -191,19 +194,16 @@ def _apply(args: argparse.Namespace) -> None:
 def _revert(args: argparse.Namespace) -> None:
     """Restore the stock files.
 
-    Also removes the compiled parts of `rebuild --mode wheel`. If the overlay is committed,
-    --commit commits its revert.
+    In a checkout, this is a commit. Also removes the compiled parts of `rebuild --mode wheel`.
     """
     _change(args, "reverted", "has no overlay")
 
 
 def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> None:
     target = _target(args)
-    if args.commit and isinstance(target, Wheel):
-        raise WrongTarget("--commit goes with --checkout")
     with target.held():
         do = getattr(target, args.command)
-        report = do(ROOT, commit=args.commit, dry=args.dry_run, **more)
+        report = do(ROOT, dry=args.dry_run, **more)
     for line in report.warnings:
         print(f"warning: {line}", file=sys.stderr)
     verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
@@ -270,6 +270,8 @@ def _status(args: argparse.Namespace) -> None:
 def _diff(args: argparse.Namespace) -> None:
     """Show what `apply` would change, as a patch."""
     plan = _target(args, environment=True).plan(ROOT)
+    for misfit in plan.misfits.values():
+        print(f"warning: {misfit}", file=sys.stderr)
     changes = plan.changes(plan.wanted)
     now = {rel: plan.now[rel] for rel in changes}
     sys.stdout.buffer.write(git.difference(now, changes))
@@ -292,23 +294,21 @@ def _pull(args: argparse.Namespace) -> int:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
     if both:
         print("conflicts, with markers in this repository:", *both, sep="\n  ")
-        print(target.dropping([*both.values()]))
+        print(target.dropping())
     elif not taken:
         print(f"nothing to take: {target.words} has no other edits of the overlay")
     return bool(both)
 
 
-@command("--checkout", "--out", "--stack", "--dry-run")
+@command("--checkout", "--out", "--stack", "--force", "--dry-run")
 def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series for the newest commit without the overlay."""
     target, out = Checkout(args.checkout or "."), args.out
     with target.held():
-        options = {"stack": args.stack, "dry": args.dry_run}
-        mails, base, edited = target.export(ROOT, out, **options)
-    if edited:
-        few = ", ".join(sorted(edited)[:3])
-        lacks = f"warning: the series lacks edits of this checkout ({few})"
-        print(f"{lacks}. First:{target.command('pull')}", file=sys.stderr)
+        options = {"stack": args.stack, "force": args.force, "dry": args.dry_run}
+        mails, base, lacks = target.export(ROOT, out, **options)
+    for each in lacks:
+        print(f"warning: {each}", file=sys.stderr)
     print(*mails, sep="\n")
     print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
 

@@ -82,6 +82,11 @@ def is_shallow(where: Path) -> bool:
     return text(where, "rev-parse", "--is-shallow-repository") == "true"
 
 
+def object_format(commit: str) -> str:
+    """The hash that names this commit. Older versions of git cannot be asked."""
+    return "sha256" if len(commit) == 64 else "sha1"
+
+
 def lines(where: Path, *args: str, **options: Any) -> list[str]:
     """Output of a ``-z`` command, one entry per name."""
     out = git(where, *args, **options).stdout.decode(errors="surrogateescape")

@@ -56,6 +56,7 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
 def write(root: Path, out: Path, *, dry: bool = False) -> Path:
     """Write the wheel there. One commit gives the same bytes everywhere."""
     source = payload.read(root)
+    payload.refuse_markers(source)
     if source.name is None:
         raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
     commit = source.name.removesuffix(payload.DIRTY)

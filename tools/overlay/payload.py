@@ -2,20 +2,24 @@
 
 import hashlib
 import os
+import re
 import shlex
 import sys
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from . import git
-from .errors import WrongTarget
+from .errors import Refused, WrongTarget
 
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
 COMMAND = shlex.join([sys.executable, str(ROOT / "setup_overlay.py")])
 ROOTS = ("torch", "test/optim", "test/distributed/optim")
+TOPS = tuple(f"{top}/" for top in ROOTS)
 PATCHES = "patches"
 DIRTY = "-dirty"
+# A patch has a sign before them.
+_MARKERS = re.compile(rb"(?m)^[+ ]?(<{7}|>{7}) ")
 
 
 class Source(NamedTuple):
@@ -32,6 +36,24 @@ def is_source(rel: str) -> bool:
     path = PurePosixPath(rel)
     is_named = path.suffix == ".py" or path.name == "README.md"
     return is_named and not any(part[0] == "." for part in path.parts)
+
+
+def is_muons(rel: str) -> bool:
+    """Whether a file of that name is, or would be, one that the overlay adds."""
+    is_named = "muon" in rel or "newton_schulz" in rel
+    return is_named and rel.startswith(TOPS) and is_source(rel)
+
+
+def has_markers(text: bytes) -> bool:
+    """Whether a conflict of `pull` or of git is not resolved there."""
+    return _MARKERS.search(text) is not None
+
+
+def refuse_markers(source: Source) -> None:
+    texts = source.whole | {f"{PATCHES}/{n}": t for n, t in source.patches.items()}
+    if rels := [rel for rel, text in texts.items() if has_markers(text)]:
+        lines = "".join(f"\n  {rel}" for rel in rels)
+        raise Refused(f"this repository has conflicts that are not resolved:{lines}")
 
 
 def discover(root: Path) -> dict[str, Path]:

@@ -25,10 +25,8 @@ class Plan:
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     edited: list[str]  # paths whose text has no known origin
-    mixed: list[str]  # patched files with changes of others that the index lacks
     laid: files.Texts  # texts of the overlay that is there
     laid_name: str | None  # its commit in this repository
-    staged: files.Texts  # what git's index has
 
     @property
     def wanted(self) -> dict[str, bytes | None]:
@@ -36,11 +34,7 @@ class Plan:
         return {rel: self.base.get(rel) for rel in self.now} | self.new
 
     def changes(self, want: files.Texts) -> dict[str, bytes | None]:
-        return {
-            rel: t
-            for rel, t in want.items()
-            if not self.now[rel] == self.staged.get(rel, t) == t
-        }
+        return {rel: text for rel, text in want.items() if text != self.now[rel]}
 
 
 @dataclasses.dataclass
@@ -58,7 +52,8 @@ WORDS = {
     "outdated": "another overlay than this repository; `apply` (or `env`) updates it",
     "newer": "an overlay that came after this repository's commit; update this clone",
     "changed": "the overlay, with files changed or missing since",
-    "reverted": "the overlay in git only: the work tree has it reverted, not committed",
+    "uncommitted": "the overlay in the work tree only; `apply` commits it",
+    "imported": "what its first commit has: nothing says what was there before",
     "upgraded": "the overlay of another torch",
     "gone": "files of the overlay, and no torch any more: `revert` removes them",
 }
@@ -68,7 +63,7 @@ class Target:
     """A tree that has a ``torch`` package.
 
     A subclass has ``plan``, ``_apply``, ``_revert``, ``_finish`` (a killed command's work)
-    and ``way_out`` (how a user keeps or drops edits, in words).
+    and ``_check_edits`` (which refuses to lose a user's edits).
     """
 
     kind: str
@@ -99,33 +94,32 @@ class Target:
         self,
         root: Path,
         *,
-        commit: bool = False,
         force: bool = False,
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
+        payload.refuse_markers(plan.source)
         report = self._report(plan, plan.wanted)
         self._check_access(report.changes)
-        again = ("apply", "--force", *["--commit"] * commit)
-        report.warnings = self._check_apply(plan, root, report.changes, force, again)
+        report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
-            self._apply(plan, report, commit)
+            self._apply(plan, report)
         return report
 
-    def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
+    def revert(self, root: Path, *, dry: bool = False) -> Report:
         plan = self.plan(root)
         report = self._report(plan, plan.base)
         if not dry:
             self._check_access(report.changes)
-            self._revert(plan, report, commit)
+            self._revert(plan, report)
         return report
 
     def _report(self, plan: Plan, want: files.Texts) -> Report:
         changes = plan.changes(want)
         self._check_edits(plan, changes)
-        new = {rel: text for rel, text in changes.items() if text != plan.now[rel]}
-        removed = [rel for rel, text in new.items() if text is None]
-        return Report(changes, [rel for rel in new if rel not in removed], removed)
+        removed = [rel for rel, text in changes.items() if text is None]
+        written = [rel for rel in changes if rel not in removed]
+        return Report(changes, written, removed)
 
     def _check_access(self, changes: files.Texts) -> None:
         for folder in {(self.root / rel).parent for rel in changes}:
@@ -133,72 +127,61 @@ class Target:
                 text = f"{self.words}: this user may not write {folder}"
                 raise WrongTarget(f"{text}{self.instead}")
 
-    def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
-        """The one rule: a path whose text is of no known origin is not written."""
-        if edited := [*plan.edited, *(rel for rel in plan.mixed if rel in changes)]:
-            raise Refused(
-                f"{self.words} has other changes in files of the overlay:\n"
-                + "".join(f"  {rel}\n" for rel in edited)
-                + self.way_out(plan, edited)
-            )
-
     def _check_apply(
-        self,
-        plan: Plan,
-        root: Path,
-        changes: files.Texts,
-        force: bool,
-        again: tuple[str, ...],
+        self, plan: Plan, root: Path, changes: files.Texts, force: bool
     ) -> list[str]:
-        """Raise if ``apply`` must not go on, unless ``again``; the warnings if it may."""
+        """Raise if ``apply`` must not go on, unless ``force``; the warnings if it may."""
         version, source = self.version, plan.source
         if version is None:
             gone = f"{self.words}. This removes the overlay:"
             raise WrongTarget(gone + self.command("revert"))
-        warnings = [self.note] * bool(self.note)
+        problems = list(plan.misfits.values())
         if not versions.supported(version):
-            warning = versions.untested(self.words, version, plan.base)
-            if not force:
-                on = self.command(*again)
-                raise WrongTarget(f"{warning}\nThis goes on:{on}")
-            warnings += [warning, *plan.misfits.values()]
-        elif plan.misfits:
-            raise WrongTarget(next(iter(plan.misfits.values())))
+            problems.insert(0, versions.untested(self.words, version, plan.base))
+        anyway = self.command("apply", "--force")
+        if problems and changes and not force:
+            words = "\nThis goes on" + ", without that patch" * bool(plan.misfits)
+            raise WrongTarget("\n".join(problems) + f"{words}:{anyway}")
+        warnings = [*[self.note] * bool(self.note), *problems, *self._unknown(plan)]
         if not changes:
-            return []
+            return warnings
         if payload.is_newer(root, source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
                 f"{source.name}, which is older. Update it, or revert first:"
                 + self.command("revert")
             )
-        replaced = [
-            rel
+        own = [
+            f"  {rel}\n"
             for rel in sorted(changes.keys() & source.whole.keys())
-            if plan.now[rel] == plan.base[rel] is not None
-            and not versions.stock(rel, plan.now[rel])
+            if plan.now[rel] == plan.base[rel] is not None and rel not in versions.STOCK
         ]
-        own = [f"  {rel}\n" for rel in replaced if rel not in versions.STOCK]
         if own and not force:
             raise Refused(
                 f"{self.words} has files of its own where the overlay adds some:\n"
-                f"{''.join(own)}This replaces them, and `revert` restores them:"
-                + self.command(*again)
+                f"{''.join(own)}This replaces them, and `revert` restores them:{anyway}"
             )
-        return warnings + [
+        return warnings
+
+    def _unknown(self, plan: Plan) -> list[str]:
+        """Warnings about files that the overlay replaces with all their changes."""
+        return [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "
             "the whole file: make changes of it in this repository, too. `revert` restores it"
-            for rel in replaced
+            for rel in sorted(plan.source.whole)
+            if (text := plan.base.get(rel)) is not None
+            and rel in plan.new
+            and not versions.stock(rel, text)
         ]
 
     def status(self, root: Path) -> dict[str, Any]:
-        plan = self.plan(root)
+        plan = self._seen(root)
         by_path = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
         differs = [r for r in by_path if plan.now[r] not in (None, plan.base.get(r))]
         # A user's own edits and files are no overlay.
         there = any(rel not in plan.edited for rel in differs)
         state, note = self._state(plan, there)
-        others = {*by_path.values()} - {"current"}
+        others = {*by_path.values()} - {"current", "misfit"}
         if not (state or others):
             state = "current"
         elif not state and payload.is_newer(root, plan.source.name, plan.laid_name):
@@ -209,11 +192,18 @@ class Target:
             "target": str(self.root), "kind": self.kind, "torch": self.version,
             "state": state, "note": note,
             "overlay": plan.laid_name if there else None,
-            "files": {} if state in ("none", "reverted", "gone") else by_path,
+            "files": {} if state in ("none", "imported", "gone") else by_path,
+            "warnings": self._unknown(plan) if there else [],
         }  # fmt: skip
+
+    def _seen(self, root: Path) -> Plan:
+        """The plan for what a user sees."""
+        return self.plan(root)
 
     def _word(self, plan: Plan, rel: str) -> str:
         now, base, new = plan.now[rel], plan.base.get(rel), plan.new.get(rel)
+        if rel in plan.misfits and now == base:
+            return "misfit"  # its patch was left out
         if now == (base if new is None else new):
             return "current" if now != base else ""
         if now in (None, base):
@@ -239,4 +229,5 @@ def words(status: Mapping[str, Any]) -> str:
     ]
     if current := list(by_path.values()).count("current"):
         lines.append(f"files as in this repository: {current}")
+    lines += [f"warning: {warning}" for warning in status["warnings"]]
     return "\n".join(lines)

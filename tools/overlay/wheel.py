@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import files, patches, payload
-from .errors import WrongTarget
+from .errors import Refused, WrongTarget
 from .payload import sha256
 from .target import FOLDER, Plan, Report, Target
 
@@ -147,10 +147,16 @@ class Wheel(Target):
         ]
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
         name = manifest.overlay if laid else None
-        return Plan(source, new, misfits, base, now, edited, [], laid, name, {})
+        return Plan(source, new, misfits, base, now, edited, laid, name)
 
     def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
-        super()._check_edits(plan, changes)
+        """The one rule: a file whose text is of no known origin is not written."""
+        if plan.edited:
+            raise Refused(
+                f"{self.words} has other changes in files of the overlay:\n"
+                + "".join(f"  {rel}\n" for rel in plan.edited)
+                + self._way_out(plan, plan.edited)
+            )
         unknown = [rel for rel in plan.now if rel not in plan.base]
         if unknown:
             raise WrongTarget(
@@ -162,7 +168,7 @@ class Wheel(Target):
     def _reinstall(self) -> str:
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
-    def way_out(self, plan: Plan, rels: list[str]) -> str:
+    def _way_out(self, plan: Plan, rels: list[str]) -> str:
         lines = ["Keep a copy of your changes. There is no git there; these drop them:"]
         for rel in rels:
             place, base = shlex.quote(str(self.root / rel)), plan.base.get(rel, b"")
@@ -174,12 +180,12 @@ class Wheel(Target):
             lines.append(f"  {self._reinstall()}")
         return "\n".join(lines)
 
-    def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
+    def _apply(self, plan: Plan, report: Report) -> None:
         texts = {self.copy_of(rel): plan.base[rel] for rel in plan.new}
         kept = {path: text for path, text in texts.items() if text is not None}
         self._write(plan, plan.wanted, report.changes, plan.source.name, kept)
 
-    def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
+    def _revert(self, plan: Plan, report: Report) -> None:
         if report.changes:
             self._write(plan, plan.base, report.changes, plan.laid_name, {})
         shutil.rmtree(self._path.parent, ignore_errors=True)

@@ -1,11 +1,10 @@
-"""A PyTorch git work tree: its base, its refs, and how git lays texts into it."""
+"""A PyTorch git work tree: its texts, its refs, and how git moves it to a new commit."""
 
-import functools
+import contextlib
 import os
-import re
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,24 +12,13 @@ from . import files, git
 from .errors import Refused, WorkFailed, WrongTarget
 
 
-# The overlay that was applied last, with a reflog of the ones before (a reverted one
-# is followed by its base); and a step that a command has begun. Its tree is the index
-# after the step. Its parents are the overlay that is applied then, the index and HEAD
-# before the step, and, if the step commits, HEAD after it. An ended step is replaced by
-# its second parent: a deletion locks all packed refs, and a killed git leaves the lock.
-LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
-# The files that `pull` took, from which the next one begins.
-PULLED = "refs/worktree/muon/pulled"
-# The overlay adds some files, of which a fork may have its own, and replaces one.
-ADDED = tuple(
-    f"torch/optim/{name}"
-    for name in ("_newton_schulz.py", "muon.py", "_muon_engine/__init__.py")
-)
-REPLACED = "torch/optim/_muon.py"
-# Each commit of this tool has it; that of a revert says "none". A merge that squashes
-# them indents their messages.
+# A step that a command has begun. Its parents are a commit of the index before the step,
+# whose parent is HEAD before it, and HEAD after it. An ended step is replaced by its first
+# parent: a deletion locks all packed refs, and a killed git leaves the lock.
+STEP = "refs/worktree/muon/step"
+# Each commit of this tool has this trailer, with the name of the overlay.
 TRAILER = "Muon-Overlay"
-_OURS = rf"^ *{TRAILER}: "
+REPLACED = "torch/optim/_muon.py"
 # git's own unfinished work, by the file that says so.
 UNDER_WAY = {
     "MERGE_HEAD": "merge",
@@ -74,9 +62,6 @@ class Worktree:
         self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
         self._env = {"GIT_INDEX_FILE": str(self._index)}
-        self._history = functools.cache(self._read_history)
-        # Files whose changes by a merged branch are unclear, and that branch.
-        self.conflicts: dict[str, str] = {}
 
     def ask(self, *args: str, **options: Any) -> str:
         return git.text(self.root, *args, **options)
@@ -84,6 +69,13 @@ class Worktree:
     def resolve(self, name: str) -> str:
         """The object of that name; empty if the name is unknown."""
         return self.ask("rev-parse", "--verify", "--quiet", name)
+
+    def is_ancestor(self, old: str, new: str) -> bool:
+        return git.works(self.root, "merge-base", "--is-ancestor", old, new)
+
+    def changed(self, base: str, commit: str) -> list[str]:
+        names = ("diff-tree", "-r", "--name-only", "--no-renames", "-z")
+        return git.lines(self.root, *names, base, commit)
 
     def texts(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
         return git.texts(self.root, commit, rels)
@@ -95,12 +87,27 @@ class Worktree:
                 raise Refused(
                     f"{folder} is a symbolic link, where the overlay has a folder"
                 )
-        with git.scratch() as scratch:
-            index = shutil.copy2(self.git_dir / "index", scratch)
-            objects = self.borrow(scratch / "objects")
-            env = {"GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": str(objects)}
+        with self.scratch_objects() as env:
+            folder = Path(env["GIT_OBJECT_DIRECTORY"]).parent
+            env["GIT_INDEX_FILE"] = shutil.copy2(self.git_dir / "index", folder)
+            # A flag would have git take the index's text for that of the work tree.
+            for rel, flag in self.hidden(rels).items():
+                show = ("update-index", f"--no-{flag}", "--", rel)
+                git.git(self.root, *show, env=env)
             self._take(rels, env)
             return git.texts(self.root, "", rels, env=env)
+
+    def hidden(self, rels: list[str]) -> dict[str, str]:
+        """The files whose changes git does not see, and the flag that hides them."""
+        hidden = {}
+        for line in git.lines(self.root, "ls-files", "-v", "-z", "--", *rels):
+            tag, rel = line[0], line[2:]
+            if tag.islower():
+                hidden[rel] = "assume-unchanged"
+            elif tag == "S" and os.path.lexists(self.root / rel):
+                # Those of a sparse checkout are in the index alone.
+                hidden[rel] = "skip-worktree"
+        return hidden
 
     def _take(self, rels: Iterable[str], env: dict[str, str]) -> None:
         """Put what the work tree has into the index that ``env`` names."""
@@ -110,13 +117,15 @@ class Worktree:
         update = ("update-index", "-z", *kinds, "--stdin")
         git.git(self.root, *update, data=names, env=env)
 
-    def borrow(self, folder: Path) -> Path:
-        """An object directory that has this repository's objects, too."""
-        (folder / "info").mkdir(parents=True, exist_ok=True)
-        (folder / "info/alternates").write_bytes(
-            os.fsencode(self.common / "objects") + b"\n"
-        )
-        return folder
+    @contextlib.contextmanager
+    def scratch_objects(self) -> Iterator[dict[str, str]]:
+        """Variables with which git writes its objects elsewhere, and reads those here, too."""
+        with git.scratch() as folder:
+            objects = folder / "objects"
+            (objects / "info").mkdir(parents=True)
+            ours = os.fsencode(self.common / "objects")
+            (objects / "info/alternates").write_bytes(ours + b"\n")
+            yield {"GIT_OBJECT_DIRECTORY": str(objects)}
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
@@ -125,121 +134,20 @@ class Worktree:
                 way = f"  git -C {self.quoted} {command} --"
                 ways = f"finish or drop it:\n{way}continue\n{way}abort"
                 raise Refused(f"git {command} is in progress in {self.root}: {ways}")
-        unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
+        entries = git.lines(self.root, "ls-files", "-uz")
+        unmerged = {entry.split("\t")[1] for entry in entries}
         if unmerged:
             add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
             raise Refused(f"{self.root} has unmerged files. Resolve them:\n  {add}")
 
-    # The history: which commits have the overlay, and what was there before.
-
-    def base(self, commit: str = "HEAD") -> str:
-        """The newest commit in that history without the overlay."""
-        return self._history(self.resolve(f"{commit}^{{commit}}"))[0]
-
-    def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
-        """The base, and (merge, branch) of other branches without the overlay."""
-        base, others = self._before(tip), []
-        merges = ("rev-list", "--first-parent", "--merges", "--reverse")
-        for merge in self.ask(*merges, f"{base}..{tip}").split():
-            for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
-                # Upstream that was merged since, or what a topic's overlay is on. The
-                # base never moves backward.
-                other = self.base(other)
-                base = other if self._is_ancestor(base, other) else base
-                others.append((merge, other))
-        return base, others
-
-    def _is_ancestor(self, old: str, new: str) -> bool:
-        return git.works(self.root, "merge-base", "--is-ancestor", old, new)
-
-    def _before(self, tip: str) -> str:
-        """The parent of the first commit of the overlay on this branch, or ``tip``."""
-        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        parent, adding = tip, ""
-        for mark in filter(lambda rel: self.resolve(f"{tip}:{rel}"), ADDED):
-            added = (*newest, "--diff-filter=A", tip, "--", mark)
-            first = self.ask(*added, check=True)
-            before = self.resolve(f"{first}^")
-            since = [first, *[f"^{before}"] * bool(before)]
-            if self.named(*since) or self.resolve(f"{first}:{mark}") in self._by_hand:
-                parent, adding = before, first
-                break
-            if not before:
-                self._refuse_shallow()
-        # An earlier commit of the stack, or `git commit` of a replaced file alone.
-        while parent and (
-            (adding and self.named("--no-walk", parent))
-            or self.resolve(f"{parent}:{REPLACED}") in self._by_hand
-        ):
-            parent = self.resolve(f"{parent}^")
-        if not parent:
-            self._refuse_shallow()
-            raise WrongTarget(
-                f"{self.root} has the overlay since its first commit: nothing says "
-                "what was there before"
-            )
-        return parent
-
-    def _refuse_shallow(self) -> None:
+    def refuse_if_shallow(self) -> None:
         if git.is_shallow(self.root):
             raise WrongTarget(
                 f"the history of {self.root} does not reach back to the commit before the "
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
 
-    def named(self, *which: str) -> dict[str, str | None]:
-        """The commits among these that bring an overlay, newest first, with its name."""
-        asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
-        out = self.ask(*asked, check=True)
-        entries = (entry.partition("\n") for entry in out.split("\1")[1:])
-        names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
-        last = {c: each[-1] for c, each in names.items() if each[-1] != "none"}
-        return {c: None if name == "unknown" else name for c, name in last.items()}
-
-    @functools.cached_property
-    def _by_hand(self) -> set[str]:
-        """The texts that were applied here: a commit by hand has these, and no trailer."""
-        # After a revert, a base is a record, too. Its files are nobody's overlay.
-        raw = ("diff-tree", "-r", "--no-renames", "--no-abbrev", "--diff-filter=AM")
-        out = (
-            self.ask(*raw, f"{c}^", c, "--", *ADDED, REPLACED) for c in self.records()
-        )
-        return {line.split()[3] for text in out for line in text.splitlines()}
-
-    def stock(self, rels: list[str]) -> dict[str, bytes | None]:
-        """The texts without the overlay: of the base, with what other branches brought."""
-        base, others = self._history(self.resolve("HEAD"))
-        texts = self.texts(base, rels)
-        for merge, other in others:
-            if self._is_ancestor(other, base):
-                continue
-            was = self.texts(self.ask("merge-base", f"{merge}^1", other), rels)
-            for rel, theirs in self.texts(other, rels).items():
-                ours, old = texts[rel], was[rel]
-                if theirs and not (ours or old):
-                    texts[rel] = theirs
-                elif ours and old and theirs and theirs not in (old, ours):
-                    text, clean = git.merged(ours, old, theirs)
-                    texts[rel] = text if clean else ours
-                    self.conflicts |= {} if clean else {rel: other}
-        return texts
-
-    def laid(self) -> list[str]:
-        """The commits that were applied to this work tree, newest first."""
-        log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [*self.begun()[1:2], self.resolve(LAID), *log.split()]
-        return list(dict.fromkeys(filter(None, names)))
-
-    def records(self) -> dict[str, str | None]:
-        """The overlays that were applied here, newest first, with their names."""
-        laid = self.laid()
-        return self.named("--no-walk=unsorted", *laid) if laid else {}
-
-    def changed(self, base: str, commit: str) -> list[str]:
-        names = ("diff-tree", "-r", "--name-only", "--no-renames", "-z")
-        return git.lines(self.root, *names, base, commit)
-
-    # Writing: git's own two-tree merge brings texts into the work tree.
+    # Objects: a user sees no change.
 
     def build(
         self,
@@ -247,21 +155,23 @@ class Worktree:
         commits: list[tuple[str, files.Texts]],
         name: str | None,
         *,
-        record: bool = False,
+        env: dict[str, str] | None = None,
     ) -> str:
         """The newest of those commits (message, texts); only objects are written."""
+        env = env or {}
         for words, texts in commits:
             words = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n"
-            tree = self._tree(parent, self.texts(parent, [*texts]), texts)
-            parent = self._commit(tree, [parent], words, record=record)
+            tree = self._tree(parent, texts, env)
+            parent = self._commit(tree, [parent], words, env=env)
         return parent
 
-    def _tree(self, tree: str, before: files.Texts, texts: files.Texts) -> str:
-        """That tree, which has the texts ``before``, with these texts."""
+    def _tree(self, parent: str, texts: files.Texts, env: dict[str, str]) -> str:
+        """The tree of that commit with these texts."""
+        before = git.texts(self.root, parent, [*texts], env=env)
         patch = git.difference(before, texts, "--binary", "--full-index")
         with git.scratch() as scratch:
-            env = {"GIT_INDEX_FILE": str(scratch / "index")}
-            git.git(self.root, "read-tree", tree, env=env)
+            env = env | {"GIT_INDEX_FILE": str(scratch / "index")}
+            git.git(self.root, "read-tree", parent, env=env)
             if patch:
                 apply = ("apply", "--cached", "--whitespace=nowarn")
                 git.git(self.root, *apply, data=patch, env=env)
@@ -272,33 +182,44 @@ class Worktree:
         return self.ask("write-tree", "--missing-ok", env=env, check=True)
 
     def _commit(
-        self, tree: str, parents: list[str], words: str, *, record: bool
+        self,
+        tree: str,
+        parents: list[str],
+        words: str,
+        *,
+        env: dict[str, str],
+        record: bool = False,
     ) -> str:
-        named = [word for parent in parents for word in ("-p", parent)]
-        signs = self.ask("config", "--type=bool", "commit.gpgsign") == "true"
-        command = ("commit-tree", tree, *named, *["-S"] * (signs and not record))
-        env = _NOBODY if record else {}
+        """A record is a commit of this tool, without the user's name and signature."""
+        command = ["commit-tree", tree]
+        for parent in parents:
+            command += ["-p", parent]
+        # Not in mails, which have no place for a signature.
+        if not record and not env:
+            if self.ask("config", "--type=bool", "commit.gpgsign") == "true":
+                command.append("-S")
+        env = env | _NOBODY if record else env
         return self.ask(*command, data=words.encode(), env=env, check=True)
+
+    # Writing: git's own two-tree merge brings a commit into the work tree.
 
     def forget_scrap(self) -> None:
         """Remove what a killed command left in the git directory."""
         lock = self.git_dir / "index.lock"
         if lock.is_file() and lock.read_bytes() == _LOCK:
             lock.unlink()
-        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
+        locks = [Path(f"{name}.lock") for name in (self._index, STEP)]
         for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def lay(
-        self, texts: files.Texts, now: files.Texts, laid: str, head: str = ""
-    ) -> None:
-        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
+    def move(self, head: str, was: str, texts: files.Texts, now: files.Texts) -> None:
+        """Bring HEAD, the index and the work tree from ``was`` to that commit.
 
-        ``now`` is what the caller found at these paths. git refuses changes from here on.
-        It works on a copy of the user's index, which replaces that at the end, under the
-        lock that git would take.
+        ``now`` is what the caller found at the paths of ``texts``. git refuses other changes
+        from here on. It works on a copy of the user's index, which replaces that at the
+        end, under the lock that git would take.
         """
-        was, env = self.resolve("HEAD"), self._env
+        env = self._env
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
         self._index.write_bytes(_LOCK)
         try:
@@ -311,20 +232,19 @@ class Worktree:
         try:
             self._index.unlink()
             shutil.copy2(index, self._index)
+            # A file may have its new text already: an edit that `pull` took.
             self._take(texts, env)
-            old = self._write_tree(env)
-            found = self.texts(old, [*texts])
+            before = self._write_tree(env)
+            found = self.texts(before, [*texts])
             if found != {rel: now[rel] for rel in texts}:
                 raise WorkFailed(f"files in {self.root} changed meanwhile; try again")
-            if head and not self._is_ancestor(was, head):
-                raise WorkFailed(f"{self.root} has a new commit; try again")
-            new = self._tree(old, found, texts)
-            before = self._commit(old, [was], "before", record=True)
-            parents = [laid, before, *[head] * bool(head)]
-            step = self._commit(new, parents, "after", record=True)
-            moves = f"update HEAD {head} {was}\n" * bool(head)
-            self.update_refs(f"update {NEXT} {step}\n{moves}")
-            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+            before = self._commit(before, [was], "before", record=True, env={})
+            after = self.resolve(f"{head}^{{tree}}")
+            parents = [before, head]
+            step = self._commit(after, parents, "after", record=True, env={})
+            # git moves HEAD only if it still is that commit.
+            self.update_refs(f"update {STEP} {step}\nupdate HEAD {head} {was}\n")
+            git.git(self.root, "read-tree", "-m", "-u", was, head, env=env)
             os.replace(self._index, index)
         finally:
             self._index.unlink(missing_ok=True)
@@ -335,37 +255,44 @@ class Worktree:
         words = ("update-ref", "-m", "distributed muon", "--create-reflog", "--stdin")
         git.git(self.root, *words, data=lines.encode())
 
-    def record(self, laid: str) -> None:
-        """That overlay, or base, is applied."""
-        if laid != self.resolve(LAID):
-            self.update_refs(f"update {LAID} {laid}\n")
-
     def begun(self) -> list[str]:
         """The step that was begun, and its parents; empty if it has ended."""
-        commits = self.ask("rev-list", "--parents", "-n1", NEXT, "--").split()
+        commits = self.ask("rev-list", "--parents", "-n1", STEP, "--").split()
         return commits if len(commits) > 2 else []
 
     def settle(self) -> bool:
-        """Record the step that was begun, or take it back if the index lacks it.
+        """End the step that was begun, or take it back if the index lacks it.
 
         Returns whether there was one. A file or a branch that was changed since is left.
         """
         if not (commits := self.begun()):
             return False
-        step, laid, before, *head = commits
-        rels, end = self.changed(before, step), f"update {NEXT} {before}\n"
-        was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
+        _, before, head = commits
+        was = self.resolve(f"{before}^")
+        rels, end = self.changed(was, head), f"update {STEP} {before}\n"
+        want = self.texts(head, rels)
+        staged = self.texts("", rels)
         if staged == want:
-            self.update_refs(f"{end}update {LAID} {laid}\n")
+            self.update_refs(end)
             return True
-        work, kept = self.work(rels), b""
+        self._restore(before, rels, want, staged)
+        if self.resolve("HEAD") == head:
+            end += f"update HEAD {was} {head}\n"
+        self.update_refs(end)
+        return True
+
+    def _restore(
+        self, before: str, rels: list[str], want: files.Texts, staged: files.Texts
+    ) -> None:
+        """Give back the files that git has written, or begun to write."""
+        old, work, kept = self.texts(before, rels), self.work(rels), b""
         for rel in rels:
             # git was killed while it wrote: that is a beginning of the text.
             text, new = work[rel] or b"", want[rel] or b""
             is_beginning = new.startswith(text.replace(b"\r", b""))
-            if not is_beginning or work[rel] == was[rel] or staged[rel] == want[rel]:
+            if not is_beginning or work[rel] == old[rel] or staged[rel] == want[rel]:
                 continue
-            if was[rel] is not None:
+            if old[rel] is not None:
                 kept += f"{rel}\0".encode()
             elif work[rel] is not None:  # first: it makes room on a full disk
                 (self.root / rel).unlink()
@@ -376,7 +303,3 @@ class Worktree:
             shutil.copy2(self.git_dir / "index", self._index)  # git locks that name
             git.git(self.root, *restore, data=kept, env=self._env)
             self._index.unlink()
-        if [self.resolve("HEAD")] == head:
-            end += f"update HEAD {self.resolve(f'{before}^')} {head[0]}\n"
-        self.update_refs(end)
-        return True
