@@ -294,6 +294,16 @@ class TestDTensorsOnOneRank(MuonTestCase):
             found = detect_tp_dims_from_model([plain])
         self.assertEqual(found, {0: 0})
 
+    def test_verbose_marks_frozen_parameters(self):
+        """As those below adapters, which get no gradients."""
+        model = nn.ModuleDict({"base": nn.Linear(3, 4), "adapter": nn.Linear(4, 5)})
+        model["base"].requires_grad_(False)
+        lines, _ = printed(model)
+        frozen = [line for line in lines if line.endswith(", frozen")]
+        self.assertEqual(lines[:2], frozen)
+        for line in frozen:
+            self.assertTrue(line.startswith("base."), line)
+
     def test_partition_named_parameters(self):
         model = nn.ModuleDict(
             {

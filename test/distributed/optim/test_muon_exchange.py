@@ -7,6 +7,7 @@ Each holder may have any number of groups before.
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from torch.optim import AdamW, Muon
 from torch.optim._muon_engine.process_groups import spanning_group
 from torch.optim._muon_engine.store import rendezvous
 from torch.optim._muon_engine.schedule import buckets, relays
+from torch.optim._muon_reports import describe
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
@@ -316,6 +318,60 @@ class TestMuonDescribe(OnCPU):
             with self.subTest(words=words):
                 self.assertRegex(page, words)
 
+    def test_first_line_and_log(self):
+        """What matters most, with the right number of each noun."""
+        with self.assertLogs("torch.optim.muon", "INFO") as logs:
+            if self.rank:
+                # The first rank speaks for all.
+                logging.getLogger("torch.optim.muon").info("silent")
+            muon = Muon(self.params([(64, 32)]), distributed_config="auto")
+        owner = next(rank for rank, owned in muon.assignments.items() if owned)
+        expected = f"built: 1 matrix on 4 ranks, in 1 bucket. The busiest owner is rank {owner}, with 4.00 times the mean work"
+        _, first, *_ = muon.describe().splitlines()
+        count, share = (1, "100.0%") if self.rank == owner else (0, "0.0%")
+        with self.everywhere():
+            if self.rank == 0:
+                self.assertIn(expected, logs.output[-1])
+            self.assertEqual(
+                first,
+                f"Muon on rank {self.rank} of 4 owns {count} of 1 matrix, {share} of the work. "
+                f"The busiest owner is rank {owner}, with 4.00 times the mean work.",
+            )
+
+    def test_names_of_matrices_in_a_parameter(self):
+        shapes = {
+            "qkv": (12, 8),
+            "experts": (2, 12, 8),
+            "plain": (3, 8, 4),
+            "one": (8, 8),
+        }
+        params = {}
+        for name, shape in shapes.items():
+            value = distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
+            params[name] = nn.Parameter(value)
+        groups = [
+            {
+                "params": [("qkv", params["qkv"]), ("experts", params["experts"])],
+                "split": (4, 8),
+            },
+            {"params": [("plain", params["plain"]), ("one", params["one"])]},
+        ]
+        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
+        engine = muon._engine
+        names = describe._names_of(engine, range(len(engine.schedule.layouts)))
+        expected = ["qkv[0]", "qkv[1]", "one"]
+        expected += [
+            f"experts[{which}][{part}]" for which in range(2) for part in range(2)
+        ]
+        expected += [f"plain[{which}]" for which in range(3)]
+        # A rank knows the matrices of which it has a part.
+        of_all_ranks = set().union(*common_muon.everyone(names))
+        self.assertEqual(of_all_ranks, set(expected))
+        with self.everywhere():
+            page = muon.describe()
+            self.assertIn("GFLOP", page)
+            self.assertNotIn("TFLOP", page)
+
     def test_share_of_the_model(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
         shapes["head"] = (4, 8)
@@ -331,7 +387,7 @@ class TestMuonDescribe(OnCPU):
             {"params": [model["experts"]]},
         ]
         muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
-        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stacks"
+        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stack"
         share = ". That is 92.7% of the model's 656 elements"
         first, *more = muon.describe().splitlines()
         self.assertEqual(first, counts)

@@ -3,6 +3,7 @@
 import copy
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from .agreement import Agreement, raise_everywhere
 from .building import build, Plan, Setting
 from .config import DistributedConfig
 from .layouts.local import traits_of
-from .process_groups import larger_first, listed, Ranks
+from .process_groups import counted, larger_first, listed, Ranks
 from .runtime.packed import PackedStep
 from .runtime.params import Lineage, Param, States, StepInputs
 from .runtime.transport import CollectiveError
+from .schedule.owners import flops_of
 from .schedule.schedule import Schedule
 from .store import FailureNotes
 
@@ -94,9 +96,30 @@ class Engine:
 
     def _log_build(self, what: str) -> None:
         schedule = self.schedule
-        if schedule.layouts and self._speaks:
-            counts = len(schedule.layouts), len(schedule.buckets)
-            log.info("Muon %s: %d matrices, %d buckets", what, *counts)
+        if (
+            not schedule.layouts
+            or not self._speaks
+            or not log.isEnabledFor(logging.INFO)
+        ):
+            return
+        work_of: Counter[int] = Counter()
+        for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
+            work_of.update(dict.fromkeys(layout.holders, 0))
+            work_of[owner] += flops_of(layout)
+        busiest = max(work_of, key=lambda rank: work_of[rank])
+        mean = work_of.total() / len(work_of) or 1
+        matrices = counted(len(schedule.layouts), "matrix", "matrices")
+        ranks = counted(len(work_of), "rank")
+        buckets = counted(len(schedule.buckets), "bucket")
+        log.info(
+            "Muon %s: %s on %s, in %s. The busiest owner is rank %d, with %.2f times the mean work",
+            what,
+            matrices,
+            ranks,
+            buckets,
+            busiest,
+            work_of[busiest] / mean,
+        )
 
     def _continue(self, former: "Engine") -> list[Any]:
         """Takes what ``former`` knew, and frees its memory. Returns the parameters that took the places of others."""

@@ -34,6 +34,13 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun. The ``plural`` is the noun with an "s" unless another one is given."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {plural or noun + 's'}"
+
+
 def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     """The order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))

@@ -41,9 +41,10 @@ def partition(
     for parameter_name, parameter, tensors in parameters:
         partition_of_model.add(parameter_name, parameter, tensors)
         if verbose and is_first_rank:
+            frozen = "" if parameter.requires_grad else ", frozen"
             for tensor_name, shape in tensors:
                 destination = partition_of_model.destination(tensor_name)
-                print(f"{tensor_name} {shape} -> {destination}")
+                print(f"{tensor_name} {shape} -> {destination}{frozen}")
     unused_splits = partition_of_model.unused_splits()
     if unused_splits and is_first_rank:
         warnings.warn(

@@ -12,7 +12,7 @@ from .._newton_schulz import NS_DTYPE
 from .._newton_schulz_variants import newton_schulz_bytes
 from .._muon_engine.layouts import fsdp1, fsdp2
 from .._muon_engine.layouts.layout import Ranks
-from .._muon_engine.process_groups import listed, ranks_per_node
+from .._muon_engine.process_groups import counted, listed, ranks_per_node
 from .._muon_engine.runtime.binder import PREPARED_BYTES
 from .._muon_engine.schedule import packs
 from .._muon_engine.schedule.division import best_division, Class
@@ -31,7 +31,7 @@ _BUSIEST_SHOWN = 3
 _NAMES_IN_ROW = 3
 _NAMES_OF_DIVIDED = 4
 _ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
-_HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
+_FURTHER_COLUMNS = "x mean", "MiB sent", "received", "memory", ""
 
 # The names and shapes of the tensors in a parameter: one, unless FSDP1 made the parameter of several.
 Named = Sequence[tuple[Any, Sequence[int]]]
@@ -103,7 +103,7 @@ def _share(group_of: Mapping[Tensor, Any], of_model: Mapping[Tensor, Named]) -> 
                 flat += 1
             else:
                 stacks += 1
-    text = f"Muon has {len(group_of)} parameters of {own_numel:,} elements: {split} split, {flat} flattened, {stacks} stacks"
+    text = f"Muon has {counted(len(group_of), 'parameter')} of {own_numel:,} elements: {split} split, {flat} flattened, {counted(stacks, 'stack')}"
     if not of_model:
         return text
     total = 0
@@ -158,12 +158,12 @@ def _unsharded(
 
 def in_full(engine: Any) -> str:
     """The owners, the cost of a step, and the busiest ranks."""
-    count = len(engine.params)
-    first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
+    here = f"Muon on rank {engine.rank} of {engine.world_size}"
+    count = counted(len(engine.params), "parameter")
     if engine.is_packed:
-        lines = _schedule_in_full(engine, first)
+        lines = _schedule_in_full(engine, here, count)
     else:
-        lines = [first + "exchanged by the user's functions"]
+        lines = [f"{here}: {count}, exchanged by the user's functions"]
         for rank, owned in engine.assignments.items():
             names = [engine.params[index].described for index in owned]
             lines.append(f"  rank {rank} owns {listed(names, _NAMES_IN_ROW)}")
@@ -173,18 +173,46 @@ def in_full(engine: Any) -> str:
     return "\n".join(lines)
 
 
-def _schedule_in_full(engine: Any, first: str) -> list[str]:
-    """The lines about a step that moves shards itself. ``first`` begins the first one."""
+def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
+    """The lines about a step that moves shards itself, for the rank ``here``, with so many parameters: first what matters
+    most.
+    """
     schedule, prefetch_count = engine.schedule, engine.config.prefetch_count
     turns = "all owners at once"
     if schedule.one_owner_at_a_time:
         turns = "one owner at a time (debugging)"
-    lines = [f"{first}{turns}, prefetch_count {prefetch_count}", _memory(engine)]
+    lines = [
+        here + _share_of_rank(schedule, engine.rank),
+        _memory(engine),
+        f"{count}, {turns}, prefetch_count {prefetch_count}",
+    ]
     for ranks in _groups_of(schedule.buckets):
         lines.append("")
-        lines += _table(schedule, ranks, engine.rank, prefetch_count)
+        lines += _table(engine, ranks)
         lines += _division(engine, ranks)
     return lines
+
+
+def _share_of_rank(schedule: Schedule, rank: int) -> str:
+    """How many of the matrices that it knows the ``rank`` owns, and who has most work."""
+    work_of: Counter[int] = Counter()
+    count = own_count = 0
+    for bucket in schedule.buckets:
+        work_of.update(dict.fromkeys(bucket.ranks, 0))
+        for matrix in bucket.matrices:
+            owner = schedule.owners[matrix]
+            work_of[owner] += flops_of(schedule.layouts[matrix])
+            count += 1
+            own_count += owner == rank
+    if not count:
+        return " has no matrices to train"
+    total = work_of.total() or 1
+    busiest = max(work_of, key=lambda owner: work_of[owner])
+    matrices = counted(count, "matrix", "matrices")
+    return (
+        f" owns {own_count} of {matrices}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
+        f"with {work_of[busiest] * len(work_of) / total:.2f} times the mean work."
+    )
 
 
 def _groups_of(buckets: Iterable[Bucket]) -> list[Ranks]:
@@ -256,10 +284,36 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.4g}"
 
 
-def _table(
-    schedule: Schedule, ranks: Ranks, rank: int, prefetch_count: int
-) -> list[str]:
+def _names_of(engine: Any, matrices: Iterable[int]) -> list[str]:
+    """The names of matrices: ``w[3][1]`` is part 1 of matrix 3 of a stack."""
+    schedule = engine.schedule
+    matrices_of_param = Counter(layout.key.index for layout in schedule.layouts)
+    names: list[str] = []
+    for matrix in matrices:
+        key = schedule.layouts[matrix].key
+        place, blocks = key.block
+        param = engine.params[key.index]
+        split, flatten = param.form
+        parts = max(1, len(split.sizes))
+        # A rank may know only some matrices of a stack, and FSDP1 makes a vector of several.
+        is_stack = param.tensor.ndim > 2 and not flatten
+        numbers: list[int] = []
+        if is_stack or matrices_of_param[key.index] > parts * blocks:
+            numbers.append(key.sub // parts)
+        if parts > 1:
+            numbers.append(key.sub % parts)
+        name = key._replace(sub=0, block=(0, 1)).short
+        name += "".join(f"[{number}]" for number in numbers)
+        if blocks > 1:
+            name += f" {place + 1}/{blocks}"
+        names.append(name)
+    return names
+
+
+def _table(engine: Any, ranks: Ranks) -> list[str]:
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
+    schedule, rank = engine.schedule, engine.rank
+    prefetch_count = engine.config.prefetch_count
     buckets = [bucket for bucket in schedule.buckets if bucket.ranks == ranks]
     owned: dict[int, list[int]] = {owner: [] for owner in ranks}
     flops = dict.fromkeys(ranks, 0)
@@ -276,27 +330,27 @@ def _table(
     # Ranks are in ascending order, and stay in it where they have the same work.
     busiest = sorted(ranks, key=lambda owner: -flops[owner])
     most = flops[busiest[0]]
+    unit, flops_of_unit = ("TFLOP", 1e12) if most >= 1e11 else ("GFLOP", 1e9)
     lines = [
-        f"{len(ranks)} ranks ({listed(ranks)}), {matrices} matrices, "
-        f"{len(buckets)} buckets{_ways_of(buckets)}. Rank {busiest[0]} is the busiest, with {most / mean:.2f} times the "
+        f"{counted(len(ranks), 'rank')} ({listed(ranks)}), {counted(matrices, 'matrix', 'matrices')}, "
+        f"{counted(len(buckets), 'bucket')}{_ways_of(buckets)}. Rank {busiest[0]} is the busiest, with {most / mean:.2f} times the "
         f"mean work. The largest matrix is {heaviest / mean:.2f} times the mean work.",
-        _ROW.format(*_HEADER),
+        _ROW.format("rank", "owns", unit, *_FURTHER_COLUMNS),
     ]
     shown = set(ranks)
     if len(ranks) > MOST_RANKS:
         shown = {rank, *busiest[:_BUSIEST_SHOWN]}
     for owner in sorted(shown):
         nbytes = bytes_of(schedule, ranks, owner, prefetch_count)
-        keys = [schedule.layouts[matrix].key for matrix in owned[owner]]
         row = _ROW.format(
             owner,
             len(owned[owner]),
-            f"{flops[owner] / 1e12:.3g}",
+            f"{flops[owner] / flops_of_unit:.3g}",
             f"{flops[owner] / mean:.2f}",
             _mib(nbytes.sent),
             _mib(nbytes.received),
             _mib(nbytes.memory),
-            listed([key.short for key in keys], _NAMES_IN_ROW),
+            listed(_names_of(engine, owned[owner]), _NAMES_IN_ROW),
         )
         lines.append(row.rstrip())
     hidden = len(ranks) - len(shown)
