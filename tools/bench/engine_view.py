@@ -159,11 +159,12 @@ def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
 def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:
     """The tables of ``Muon.describe()`` on ``rank``, and the bytes of the buffers that it keeps."""
     tables, memory = [], 0
+    names = [layout.key.short for layout in schedule.layouts]
     # Without repetitions, in the order of buckets.
     groups = dict.fromkeys(bucket.ranks for bucket in schedule.buckets)
     for ranks in groups:
         if rank in ranks:
-            lines = describe._table(schedule, ranks, rank, prefetch)
+            lines = describe.table(schedule, ranks, rank, prefetch, names)
             tables.append("\n".join(lines))
             _, _, nbytes = describe.bytes_of(schedule, ranks, rank, prefetch)
             memory += nbytes

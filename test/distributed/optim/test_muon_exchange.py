@@ -358,7 +358,7 @@ class TestMuonDescribe(OnCPU):
         ]
         muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
         engine = muon._engine
-        names = describe._names_of(engine, range(len(engine.schedule.layouts)))
+        names = describe._names_of_matrices(engine)
         expected = ["qkv[0]", "qkv[1]", "one"]
         expected += [
             f"experts[{which}][{part}]" for which in range(2) for part in range(2)

@@ -186,9 +186,10 @@ def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
         _memory(engine),
         f"{count}, {turns}, prefetch_count {prefetch_count}",
     ]
+    names = _names_of_matrices(engine)
     for ranks in _groups_of(schedule.buckets):
         lines.append("")
-        lines += _table(engine, ranks)
+        lines += table(schedule, ranks, engine.rank, prefetch_count, names)
         lines += _division(engine, ranks)
     return lines
 
@@ -284,13 +285,13 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.4g}"
 
 
-def _names_of(engine: Any, matrices: Iterable[int]) -> list[str]:
-    """The names of matrices: ``w[3][1]`` is part 1 of matrix 3 of a stack."""
+def _names_of_matrices(engine: Any) -> list[str]:
+    """The name of each matrix: ``w[3][1]`` is part 1 of matrix 3 of a stack."""
     schedule = engine.schedule
     matrices_of_param = Counter(layout.key.index for layout in schedule.layouts)
     names: list[str] = []
-    for matrix in matrices:
-        key = schedule.layouts[matrix].key
+    for layout in schedule.layouts:
+        key = layout.key
         place, blocks = key.block
         param = engine.params[key.index]
         split, flatten = param.form
@@ -310,10 +311,16 @@ def _names_of(engine: Any, matrices: Iterable[int]) -> list[str]:
     return names
 
 
-def _table(engine: Any, ranks: Ranks) -> list[str]:
-    """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
-    schedule, rank = engine.schedule, engine.rank
-    prefetch_count = engine.config.prefetch_count
+def table(
+    schedule: Schedule,
+    ranks: Ranks,
+    rank: int,
+    prefetch_count: int,
+    names: Sequence[str],
+) -> list[str]:
+    """One row per rank of a group. FLOPs are those of five quintic steps, which also decide the owners. ``names`` are those
+    of the matrices.
+    """
     buckets = [bucket for bucket in schedule.buckets if bucket.ranks == ranks]
     owned: dict[int, list[int]] = {owner: [] for owner in ranks}
     flops = dict.fromkeys(ranks, 0)
@@ -350,7 +357,7 @@ def _table(engine: Any, ranks: Ranks) -> list[str]:
             _mib(nbytes.sent),
             _mib(nbytes.received),
             _mib(nbytes.memory),
-            listed(_names_of(engine, owned[owner]), _NAMES_IN_ROW),
+            listed([names[matrix] for matrix in owned[owner]], _NAMES_IN_ROW),
         )
         lines.append(row.rstrip())
     hidden = len(ranks) - len(shown)
