@@ -121,11 +121,18 @@ def draw(everyone: list[list[Range]], path: Path) -> None:
     figure = Figure(figsize=(12, 1.5 + 0.5 * len(everyone)), layout="constrained")
     axes = figure.subplots()
     for rank, ranges in enumerate(everyone):
+        longest: dict[int, float] = {}
+        for phase, bucket, start, end in ranges:
+            if phase == "orthogonalize":
+                longest[bucket] = max(longest.get(bucket, 0), end - start)
         for phase, bucket, start, end in ranges:
             bar = axes.barh(rank, end - start, left=start, color=COLOURS[phase])
-            if phase == "orthogonalize":
+            # A bucket has a bar for each batch, and its number on the longest one.
+            if phase == "orthogonalize" and end - start == longest.get(bucket):
                 axes.bar_label(bar, [str(bucket)], label_type="center", color="white")
+                del longest[bucket]
     axes.set(xlabel="ms", ylabel="rank", yticks=range(len(everyone)))
+    axes.set_xlim(left=0)
     axes.set_title("One step of Muon; numbers are buckets")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
