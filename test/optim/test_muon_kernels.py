@@ -1,6 +1,7 @@
 # Owner(s): ["module: optimizer"]
 """Muon's Triton kernels without a GPU: interpreted, and compiled for GPUs."""
 
+import contextlib
 import copy
 import json
 import os
@@ -224,6 +225,63 @@ class TestFormsOfNewtonSchulz(TestCase):
             newton_schulz(torch.randn(8, 16), COEFFICIENTS, 2, 1e-7, "gram")
             self.assertEqual(taken.call_count, 1)
 
+    def test_gram_matrices_of_blocks(self):
+        """Of a divided matrix, whose short side all owners have."""
+        for expected, shape, algorithm in (
+            (True, (256, 8), "symmetric"),
+            (True, (256, 1000), "gram"),
+            (False, (256, 8), "quintic"),
+            # Few rows, more elements than 32 bits count, and rows of other than 16 bytes.
+            (False, (248, 1000), "gram"),
+            (False, (46344, 8), "gram"),
+            (False, (260, 1000), "gram"),
+            (False, (256, 1004), "gram"),
+        ):
+            with (
+                self.subTest(shape=shape, algorithm=algorithm),
+                mock.patch.object(forms, "_products_take", lambda block: True),
+            ):
+                block = torch.empty(shape, device="meta")
+                self.assertEqual(forms.takes_gram(block, algorithm), expected)
+
+    def test_graphs_reach_the_choice_of_a_form(self):
+        x = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
+        seen = []
+
+        def form_for(x, algorithm, in_graph):
+            seen.append(in_graph)
+            return ""
+
+        formulas = MuonFormulas.of_group(Muon([torch.ones(2, 2)]).param_groups[0])
+        formulas = formulas._replace(ns_algorithm="gram")
+        with mock.patch.object(forms, "form_for", form_for):
+            for in_graph in (True, False):
+                formulas.orthogonalize(x, in_graph=in_graph)
+            formulas.orthogonalize(x)
+        self.assertEqual(seen, [True, False, False])
+
+    def test_kernels_launch_on_the_device_of_the_matrix(self):
+        x, devices = torch.ones(8, 16), []
+
+        @contextlib.contextmanager
+        def device_of(tensor):
+            devices.append(tensor)
+            yield
+            devices.pop()
+
+        def factors(*args):
+            self.assertEqual(len(devices), 1)
+            self.assertIs(devices[0], x)
+            return x
+
+        with (
+            mock.patch.object(torch.cuda, "device_of", device_of),
+            mock.patch.object(forms, "_by_factors", factors),
+        ):
+            found = forms.orthogonalized(x, [COEFFICIENTS], 1e-7, "symmetric")
+        self.assertIs(found, x)
+        self.assertEqual(devices, [])
+
     def test_gpus_without_kernels(self):
         device, cuda = torch.device("cuda", 77), torch.cuda
         self.addCleanup(forms.has_kernels.cache_clear)
@@ -336,6 +394,24 @@ class TestFusedOption(TestCase):
                 self.assertEqual(on_gpu, bool(fused))
                 self.assertFalse(formulas.has_kernels(torch.device("cpu")))
                 self.assertFalse(formulas.takes_kernels([param], [param]))
+
+    def test_gradients_of_another_dtype_are_torchs(self):
+        """The kernel would take them, and torch has an error for them."""
+        kernels = mock.Mock()
+        formulas = MuonFormulas.of_group(Muon([torch.ones(2, 2)]).param_groups[0])
+        momentum, target = torch.zeros(4, 6), torch.zeros(4, 6, dtype=torch.bfloat16)
+        with (
+            mock.patch.object(MuonFormulas, "takes_kernels", lambda *_: True),
+            mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
+        ):
+            for gradients in ([torch.ones(4, 6)], [None]):
+                formulas.accumulate_and_blend([momentum], gradients, [target])
+            self.assertEqual(kernels.accumulate_and_blend.call_count, 2)
+            with self.assertRaisesRegex(RuntimeError, "dtype"):
+                formulas.accumulate_and_blend(
+                    [momentum], [torch.ones(4, 6).bfloat16()], [target]
+                )
+        self.assertEqual(kernels.accumulate_and_blend.call_count, 2)
 
     def test_learning_rate_as_a_tensor_on_a_cpu(self):
         """A GPU cannot read it, so the kernel gets numbers."""

@@ -15,6 +15,7 @@ from torch.optim import _newton_schulz_kernels as kernel_forms, Muon
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule import division
+from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -172,6 +173,40 @@ class TestMuonDivided(OnCPU):
             taken = kernels.symmetric_product.called
             of_ranks = common_muon.everyone(taken)
             self.assertEqual(any(of_ranks), is_taken)
+
+    def test_algorithms_of_groups(self):
+        """Each divided matrix takes the products of its own parameter group."""
+        groups = [([0], {"ns_algorithm": "symmetric"}), ([1], {})]
+        with self.small():
+            config = create_dtensor_config(owners_per_matrix=4)
+            twins = Twins([Spec((32, 64), mesh_of(4), (S0,))] * 2, config, groups)
+        found = {}
+        for bucket in twins.optimizer._engine._make_runner().buckets:
+            for matrix in bucket.matrices:
+                if matrix.products is not None:
+                    found[matrix.param_index] = matrix.products._ns_algorithm
+        with self.everywhere():
+            self.assertEqual(found, {0: "symmetric", 1: "quintic"})
+
+    def test_collectives_are_not_recorded(self):
+        """A divided matrix has some between its products, which a graph of a GPU would contain."""
+        placed = [Spec((32, 64), mesh_of(4), (S0,)), Spec((8, 6), mesh_of(4), (S0,))]
+        with self.small():
+            twins = Twins(placed, create_dtensor_config(owners_per_matrix=4))
+        compute = twins.optimizer._engine._make_runner().compute
+        with mock.patch.object(compute.binder.memory, "recording", mock.Mock):
+            compute._compute_keys = {}
+            twins.set_gradients()
+            formulas = [MuonFormulas.of_group(twins.optimizer.param_groups[0])]
+            compute.bind(formulas)
+        are_recorded = set()
+        for bound in compute._bound.values():
+            for batch in bound.batches:
+                is_divided = batch.matrices[0].products is not None
+                are_recorded.add((is_divided, batch.recording is not None))
+        of_ranks = common_muon.everyone(are_recorded)
+        with self.everywhere():
+            self.assertEqual(set().union(*of_ranks), {(True, False), (False, True)})
 
     def test_missing_gradients(self):
         with self.small():

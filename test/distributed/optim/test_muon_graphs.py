@@ -3,17 +3,23 @@
 operations over the same memory.
 """
 
+import contextlib
+import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch.distributed.tensor import Partial
 from torch.optim._muon_engine.runtime.graphs import GraphMemory, Recording
+from torch.optim._muon_engine.runtime.memory import Memory
+from torch.optim._muon_formulas import MuonFormulas
+from torch.optim._muon_reports import describe
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
     skip_if_lt_x_gpu,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
@@ -256,6 +262,145 @@ class TestMuonGraphs(common_muon.OnCPU):
         self.memory(pair[0].optimizer)._of_graphs.is_user_capturing = True
         self.assertStepsAlike(pair, 2)
         self.assertCounts(pair, 0, 0)
+
+    def test_batches_that_are_recorded_say_so(self):
+        """Newton-Schulz chooses by it which products are the faster ones."""
+        pair = self.pair(specs(mesh_of(4), [(S0,)], [(8, 6)] * 24), foreach=True)
+        orthogonalize, seen = MuonFormulas.orthogonalize, []
+
+        def noted(formulas, *args, in_graph=False, **kwargs):
+            seen.append(in_graph)
+            return orthogonalize(formulas, *args, in_graph=in_graph, **kwargs)
+
+        with mock.patch.object(MuonFormulas, "orthogonalize", noted):
+            for missing, expected in (((), True), ((), True), (range(1, 24), False)):
+                seen.clear()
+                pair[0].set_gradients(missing)
+                pair[0].optimizer.step()
+                of_ranks = common_muon.everyone({*seen})
+                self.assertEqual(set().union(*of_ranks), {expected})
+
+
+class Allocator:
+    """Counts the graphs of each pool, as CUDA's caching allocator does: it refuses a pool whose graphs are gone."""
+
+    def __init__(self):
+        self.counts = {}
+        self.modes = []
+
+    def handle(self):
+        return len(self.counts), object()
+
+    def graph(self):
+        return CountedGraph(self)
+
+
+class CountedGraph:
+    def __init__(self, allocator):
+        self.allocator = allocator
+        self.pool = None
+        self.is_capturing = False
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        counts = self.allocator.counts
+        if counts.get(pool) == 0:
+            raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
+        counts[pool] = counts.get(pool, 0) + 1
+        self.allocator.modes.append(capture_error_mode)
+        self.is_capturing = True
+        self.pool = pool
+
+    def capture_end(self):
+        self.is_capturing = False
+
+    def __del__(self):
+        if self.pool is not None:
+            self.allocator.counts[self.pool] -= 1
+
+
+class TestGraphMemory(TestCase):
+    """What :class:`GraphMemory` asks of torch.cuda."""
+
+    def setUp(self):
+        super().setUp()
+        self.allocator = Allocator()
+        parts = {
+            "CUDAGraph": self.allocator.graph,
+            "graph_pool_handle": self.allocator.handle,
+            "Stream": mock.Mock(),
+            "stream": lambda stream: contextlib.nullcontext(),
+        }
+        patch = mock.patch.multiple(torch.cuda, **parts)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.memory = GraphMemory(torch.device("cuda", 0))
+
+    def test_graphs_share_one_pool(self):
+        graphs = [self.memory.capture(lambda: None) for _ in range(3)]
+        self.assertEqual([*self.allocator.counts.values()], [3])
+        # Other threads, such as NCCL's, ask for events meanwhile.
+        self.assertEqual(self.allocator.modes, ["thread_local"] * 3)
+        self.assertFalse(any(graph.is_capturing for graph in graphs))
+
+    @unittest.expectedFailure
+    def test_pools_whose_graphs_are_gone(self):
+        """Options of batches have changed, which drops all graphs."""
+        for _ in range(2):
+            graphs = [self.memory.capture(lambda: None) for _ in range(2)]
+            del graphs
+        self.assertEqual([*self.allocator.counts.values()], [0, 0])
+
+    def test_errors_end_a_capture(self):
+        captured = []
+        make = self.allocator.graph
+
+        def graph():
+            captured.append(make())
+            return captured[-1]
+
+        def fails():
+            self.assertTrue(captured[-1].is_capturing)
+            raise ValueError("own")
+
+        with mock.patch.object(torch.cuda, "CUDAGraph", graph):
+            with self.assertRaisesRegex(ValueError, "own"):
+                self.memory.capture(fails)
+        self.assertFalse(captured[-1].is_capturing)
+
+    def test_which_memory_has_graphs(self):
+        for kind, keep, expected in (
+            ("cuda", True, True),
+            ("cuda", False, False),
+            ("cpu", True, False),
+            ("xpu", True, False),
+        ):
+            with self.subTest(kind=kind, keep=keep):
+                memory = Memory(torch.device(kind), keep)
+                self.assertEqual(memory.recording() is not None, expected)
+
+    def test_memory_that_graphs_keep_is_described(self):
+        iterates, others = 3 * 2**20, 5 * 2**20
+        for kind, keep, expected in (
+            ("cuda", True, 3),
+            ("cuda", False, 0),
+            ("xpu", True, 0),
+            ("cpu", True, 0),
+        ):
+            engine = SimpleNamespace(
+                schedule=SimpleNamespace(buckets=()),
+                rank=0,
+                config=SimpleNamespace(prefetch_count=1, state={"keep_buffers": keep}),
+                device=torch.device(kind),
+            )
+            with (
+                self.subTest(kind=kind, keep=keep),
+                mock.patch.object(
+                    describe, "_workspace", lambda *_: (iterates, others)
+                ),
+            ):
+                found = describe._memory(engine)
+                self.assertIn(f"keeps {expected} MiB", found)
+                self.assertIn("takes up to 5 MiB", found)
 
 
 class TestRecording(common_muon.OnCPU):
