@@ -91,6 +91,11 @@ class Products:
     # ``beta * base + alpha * left @ right``.
     combine: Any = staticmethod(torch.addmm)
 
+    @classmethod
+    def for_algorithm(cls, ns_algorithm: str) -> Any:
+        """The same, but for an algorithm that takes others."""
+        return cls
+
 
 def _norms(x: Tensor) -> Tensor:
     """The Frobenius norm of each matrix of a batch, of shape (matrices, 1, 1)."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.torch_version import TorchVersion
 
 from ._newton_schulz import Coefficients
@@ -111,6 +112,9 @@ def has_kernels(device: torch.device) -> bool:
         _launch_once(device)
     except ImportError:
         return False
+    except torch.OutOfMemoryError:
+        # That says nothing about the kernels.
+        raise
     except Exception as error:
         warnings.warn(
             f"Triton does not run on {device}, so torch's operations take the place of Muon's kernels: {error}",
@@ -130,7 +134,8 @@ def _launch_once(device: torch.device) -> None:
         raise ImportError("Muon's kernels need Triton 3.6 or later")
     from ._muon_kernels import scaled
 
-    with torch.cuda.device(device):
+    # In a dry run, fake tensors have no memory.
+    with unset_fake_temporarily(), torch.cuda.device(device):
         ones = torch.ones(8, 8, device=device)
         scaled(ones, ones, torch.float16)
 

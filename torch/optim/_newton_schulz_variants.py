@@ -56,7 +56,10 @@ def fastest(
         form = kernels.form_for(x, ns_algorithm, in_graph)
         if form:
             return kernels.orthogonalized(x, coefficients, eps, form, out)
-    products = products or products_for(x, ns_algorithm)
+    if products is None:
+        products = products_for(x, ns_algorithm)
+    else:
+        products = products.for_algorithm(ns_algorithm)
     shape = products.shape or x.shape[-2:]
     if uses_gram(shape, ns_algorithm, x.is_cpu):
         return _gram_form(x, coefficients, eps, products)

@@ -175,18 +175,27 @@ class TestMuonDivided(OnCPU):
             self.assertEqual(any(of_ranks), is_taken)
 
     def test_algorithms_of_groups(self):
-        """Each divided matrix takes the products of its own parameter group."""
+        """Each divided matrix takes the products of its own parameter group, as they are in the step."""
         groups = [([0], {"ns_algorithm": "symmetric"}), ([1], {})]
+        gram_of_block, seen = divided.DividedProducts._gram_of_block, set()
+
+        def noted(products, *matrices):
+            seen.add((products._matrix.param_index, products._ns_algorithm))
+            return gram_of_block(products, *matrices)
+
         with self.small():
             config = create_dtensor_config(owners_per_matrix=4)
             twins = Twins([Spec((32, 64), mesh_of(4), (S0,))] * 2, config, groups)
-        found = {}
-        for bucket in twins.optimizer._engine._make_runner().buckets:
-            for matrix in bucket.matrices:
-                if matrix.products is not None:
-                    found[matrix.param_index] = matrix.products._ns_algorithm
-        with self.everywhere():
-            self.assertEqual(found, {0: "symmetric", 1: "quintic"})
+            with mock.patch.object(divided.DividedProducts, "_gram_of_block", noted):
+                twins.step()
+                with self.everywhere():
+                    self.assertEqual(seen, {(0, "symmetric"), (1, "quintic")})
+                seen.clear()
+                first, second = twins.optimizer.param_groups
+                first["ns_algorithm"], second["ns_algorithm"] = "quintic", "symmetric"
+                twins.step()
+                with self.everywhere():
+                    self.assertEqual(seen, {(0, "quintic"), (1, "symmetric")})
 
     def test_collectives_are_not_recorded(self):
         """A divided matrix has some between its products, which a graph of a GPU would contain."""

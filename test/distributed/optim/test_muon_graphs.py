@@ -4,7 +4,6 @@ operations over the same memory.
 """
 
 import contextlib
-import unittest
 from types import SimpleNamespace
 from unittest import mock
 
@@ -273,7 +272,7 @@ class TestMuonGraphs(common_muon.OnCPU):
             return orthogonalize(formulas, *args, in_graph=in_graph, **kwargs)
 
         with mock.patch.object(MuonFormulas, "orthogonalize", noted):
-            for missing, expected in (((), True), ((), True), (range(1, 24), False)):
+            for missing, expected in (((), True), ((), True), (range(1, 24), True)):
                 seen.clear()
                 pair[0].set_gradients(missing)
                 pair[0].optimizer.step()
@@ -287,12 +286,17 @@ class Allocator:
     def __init__(self):
         self.counts = {}
         self.modes = []
+        # Of clearing the memory of cuBLAS, and of captures.
+        self.calls = []
 
     def handle(self):
         return len(self.counts), object()
 
     def graph(self):
         return CountedGraph(self)
+
+    def clear(self):
+        self.calls.append("clear")
 
 
 class CountedGraph:
@@ -307,6 +311,7 @@ class CountedGraph:
             raise RuntimeError("INTERNAL ASSERT FAILED: use_count > 0")
         counts[pool] = counts.get(pool, 0) + 1
         self.allocator.modes.append(capture_error_mode)
+        self.allocator.calls.append("capture")
         self.is_capturing = True
         self.pool = pool
 
@@ -330,9 +335,12 @@ class TestGraphMemory(TestCase):
             "Stream": mock.Mock(),
             "stream": lambda stream: contextlib.nullcontext(),
         }
-        patch = mock.patch.multiple(torch.cuda, **parts)
-        patch.start()
-        self.addCleanup(patch.stop)
+        clear = mock.patch.object(
+            torch._C, "_cuda_clearCublasWorkspaces", self.allocator.clear, create=True
+        )
+        for patch in (mock.patch.multiple(torch.cuda, **parts), clear):
+            patch.start()
+            self.addCleanup(patch.stop)
         self.memory = GraphMemory(torch.device("cuda", 0))
 
     def test_graphs_share_one_pool(self):
@@ -341,8 +349,9 @@ class TestGraphMemory(TestCase):
         # Other threads, such as NCCL's, ask for events meanwhile.
         self.assertEqual(self.allocator.modes, ["thread_local"] * 3)
         self.assertFalse(any(graph.is_capturing for graph in graphs))
+        # No graph uses the memory of another program's graphs for cuBLAS, nor the other way round.
+        self.assertEqual(self.allocator.calls, ["clear", "capture", "clear"] * 3)
 
-    @unittest.expectedFailure
     def test_pools_whose_graphs_are_gone(self):
         """Options of batches have changed, which drops all graphs."""
         for _ in range(2):
@@ -368,13 +377,19 @@ class TestGraphMemory(TestCase):
         self.assertFalse(captured[-1].is_capturing)
 
     def test_which_memory_has_graphs(self):
-        for kind, keep, expected in (
-            ("cuda", True, True),
-            ("cuda", False, False),
-            ("cpu", True, False),
-            ("xpu", True, False),
+        for kind, keep, hip, backend, expected in (
+            ("cuda", True, None, "native", True),
+            ("cuda", False, None, "native", False),
+            ("cuda", True, "6.4", "native", False),
+            ("cuda", True, None, "pluggable", False),
+            ("cpu", True, None, "native", False),
+            ("xpu", True, None, "native", False),
         ):
-            with self.subTest(kind=kind, keep=keep):
+            with (
+                self.subTest(kind=kind, keep=keep, hip=hip, backend=backend),
+                mock.patch.object(torch.version, "hip", hip),
+                mock.patch.object(torch.cuda, "get_allocator_backend", lambda: backend),
+            ):
                 memory = Memory(torch.device(kind), keep)
                 self.assertEqual(memory.recording() is not None, expected)
 
@@ -404,6 +419,22 @@ class TestGraphMemory(TestCase):
 
 
 class TestRecording(common_muon.OnCPU):
+    def test_no_memory_for_a_capture(self):
+        """The host goes on launching."""
+        memory, done = PlayedMemory(), []
+
+        def refuses(work):
+            raise torch.OutOfMemoryError("full")
+
+        recording = Recording(memory)
+        with mock.patch.object(
+            memory, "capture", mock.Mock(side_effect=refuses)
+        ) as capture:
+            for step in range(4):
+                recording.run(lambda step=step: done.append(step))
+            self.assertEqual(capture.call_count, 1)
+        self.assertEqual(done, [0, 1, 2, 3])
+
     def test_an_error_while_capturing(self):
         """The next call captures again."""
         memory, done = PlayedMemory(), []

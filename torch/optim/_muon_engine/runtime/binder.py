@@ -215,8 +215,10 @@ class Binder:
                 results.append((rank, pair))
             for region in matrix.shard:
                 applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
+        recording = None
         # Collectives of the owners of a divided matrix are between its products.
-        is_divided = matrices[0].products is not None
+        if matrices[0].products is None:
+            recording = self.memory.recording()
         return Batch(
             matrices,
             whole,
@@ -225,7 +227,8 @@ class Binder:
             results=Copies.of(_joined(results)),
             applied=self._updated(applied),
             sums=sums,
-            recording=None if is_divided else self.memory.recording(),
+            recording=recording,
+            in_graph=recording is not None,
         )
 
     def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:

@@ -116,6 +116,8 @@ class Batch(NamedTuple):
     sums: Sequence[int]
     # A Recording, which repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
     recording: Any = None
+    # Whether Newton-Schulz chooses its products as for a graph, also in a step that lacks gradients.
+    in_graph: bool = False
 
     def part(self, places: Sequence[int]) -> "Batch":
         """This batch with the work on the matrices at some of its places, which is not recorded. ``matrices`` and

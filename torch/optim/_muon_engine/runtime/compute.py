@@ -164,7 +164,7 @@ class MuonCompute:
         count = len(present)
         orthogonalize = partial(
             inputs.formulas[first.group].orthogonalize,
-            in_graph=batch.recording is not None,
+            in_graph=batch.in_graph,
         )
         if len(batch.matrices) == 1:
             orthogonalize(batch.whole[0], first.products, out=batch.whole[0])

@@ -1,6 +1,7 @@
 """Newton-Schulz of a divided matrix, by all of its owners together."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from ..._newton_schulz_variants import products_for
 from ..process_groups import group_ranks, OWN_ERRORS, Ranks
 from ..schedule.schedule import Schedule
 from .matrices import LocalMatrix
-from .params import Param
 from .transport import collective_error
 
 
@@ -33,13 +33,18 @@ class DividedProducts(Products):
         matrix: LocalMatrix,
         group: ProcessGroup,
         device: torch.device,
-        ns_algorithm: str,
     ) -> None:
         self._matrix, self._group, self._device = matrix, group, device
-        self._ns_algorithm = ns_algorithm
+        self._ns_algorithm = "quintic"
         self.shape = matrix.layout.block_of
         self._ranks = group_ranks(group)
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
+
+    def for_algorithm(self, ns_algorithm: str) -> "DividedProducts":  # type: ignore[override]
+        """The products that this algorithm takes."""
+        products = copy.copy(self)
+        products._ns_algorithm = ns_algorithm
+        return products
 
     def norm(self, x: Tensor) -> Tensor:
         total = torch.linalg.vector_norm(x, dtype=torch.float32).square()
@@ -110,16 +115,13 @@ class DividedProducts(Products):
 
 def attach_products(
     matrices: Iterable[LocalMatrix],
-    params: Sequence[Param],
     schedule: Schedule,
     groups: Mapping[Ranks, ProcessGroup | None],
     rank: int,
     device: torch.device,
 ) -> None:
     """Gives this rank's blocks of divided matrices the products that it computes with their other owners."""
-    algorithms = {param.key.index: param.formulas.ns_algorithm for param in params}
     for matrix in matrices:
         team = groups.get(schedule.team(matrix.index))
         if team is not None and matrix.owner == rank:
-            algorithm = algorithms[matrix.param_index]
-            matrix.products = DividedProducts(matrix, team, device, algorithm)
+            matrix.products = DividedProducts(matrix, team, device)

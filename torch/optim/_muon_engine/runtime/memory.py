@@ -19,9 +19,10 @@ class Memory:
         # For graphs of the work on memory that is kept.
         self._of_graphs: Any = None
         if keep and device.type == "cuda":
-            from .graphs import GraphMemory
+            from .graphs import GraphMemory, has_graphs
 
-            self._of_graphs = GraphMemory(device)
+            if has_graphs(device):
+                self._of_graphs = GraphMemory(device)
         # Memory of CPUs that one matrix after another uses, by dtype.
         self._scratch: dict[Any, Tensor] = {}
 

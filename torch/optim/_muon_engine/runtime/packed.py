@@ -47,7 +47,7 @@ class PackedStep:
         )
         self.buckets = list(self._by_index.values())
         # What follows asks the matrices and buckets for what is attached here.
-        self._attach(schedule, matrices.values(), params, groups, rank)
+        self._attach(schedule, matrices.values(), groups, rank)
         self.side_channel = side_channel(list(matrices.values()), agreement, device)
         # All that may have collectives in flight.
         self._flights: list[InFlight] = [*self.side_channel.statuses, *self.buckets]
@@ -78,7 +78,6 @@ class PackedStep:
         self,
         schedule: Schedule,
         matrices: Any,
-        params: Sequence[Param],
         groups: Mapping[Ranks, ProcessGroup | None],
         rank: int,
     ) -> None:
@@ -94,7 +93,7 @@ class PackedStep:
         if any(matrix.layout.block_of is not None for matrix in matrices):
             from .divided import attach_products
 
-            attach_products(matrices, params, schedule, groups, rank, self.device)
+            attach_products(matrices, schedule, groups, rank, self.device)
 
     @property
     def awaits_statuses(self) -> bool:
