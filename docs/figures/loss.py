@@ -2,16 +2,19 @@
 
     torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N] [--clip adamw]
 
-The first process trains alone, with AdamW and with Muon, at several learning rates (--rates). After that, all processes
-train with FSDP2 and distributed Muon at the best rate, on the same batches. All runs have the betas, scale, weight decay
-and clipping of docs/guide.md, and both optimizers of a Muon run have one rate. With `--clip adamw`, a Muon run clips
-AdamW's gradients only.
+The first process trains alone, with AdamW and with Muon, at several learning rates: those of --rates, or doubled and
+halved ones until the best is between two others. It trains with more seeds (--seeds) at the best rate. A seed decides
+about the first weights and the batches. After that, all processes train with FSDP2 and distributed Muon at its best
+rate, with the first seed. All runs have the betas, scale, weight decay, clipping and warmup of docs/guide.md, and both
+optimizers of a Muon run have one rate. With `--clip adamw`, a Muon run clips AdamW's gradients only.
 """
 
 import argparse
+import statistics
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ from text import load, sample
 
 
 BATCH, CONTEXT = 16, 128
+START = 2e-3, 4e-3, 8e-3
 
 
 def optimizers_of(model, has_muon, lr, config):
@@ -47,9 +51,9 @@ def optimizers_of(model, has_muon, lr, config):
     return [muon, AdamW(others, **options)]
 
 
-def train(steps, has_muon, lr, clips, sharded=False):
+def train(steps, has_muon, lr, clips, seed=0, sharded=False):
     """The loss of each step, as the mean over all processes."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(192, 4, 6, CONTEXT)
     if sharded:
         for block in model.blocks:
@@ -74,7 +78,7 @@ def train(steps, has_muon, lr, clips, sharded=False):
         rank, size = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(steps):
-        inputs, targets = sample(text, BATCH, CONTEXT, step + 1)
+        inputs, targets = sample(text, BATCH, CONTEXT, seed * steps + step + 1)
         inputs = inputs.chunk(size)[rank]
         targets = targets.chunk(size)[rank]
         logits = model(inputs).flatten(0, 1)
@@ -92,22 +96,47 @@ def train(steps, has_muon, lr, clips, sharded=False):
     return losses
 
 
-def train_at_rates(args, has_muon):
-    runs = {}
-    for lr in args.rates:
-        runs[lr] = train(args.steps, has_muon, lr, args.clip)
-    return runs
+class Runs(NamedTuple):
+    """The runs of one optimizer at its best rate: the losses of each seed."""
+
+    lr: float
+    losses: list[list[float]]
+
+    @property
+    def label(self):
+        return f"lr {self.lr:g}, {len(self.losses)} seeds"
 
 
-def best(title, runs):
-    """The run whose last tenth has the lowest mean, and its learning rate."""
-    means = {}
-    for lr, losses in runs.items():
-        last_tenth = losses[-len(losses) // 10 :]
-        means[lr] = sum(last_tenth) / len(last_tenth)
-        print(f"{title}, learning rate {lr}: {means[lr]:.3f} at the end", flush=True)
-    best_lr = min(means, key=means.get)
-    return best_lr, runs[best_lr]
+def at_the_end(losses):
+    """The mean of the last tenth."""
+    last_tenth = losses[-len(losses) // 10 :]
+    return sum(last_tenth) / len(last_tenth)
+
+
+def runs_of(args, title, has_muon):
+    """Searches the best rate with the first seed, and trains with the others at this rate."""
+    rates = list(args.rates or START)
+    losses_of = {}
+    while True:
+        for lr in rates:
+            if lr not in losses_of:
+                losses = train(args.steps, has_muon, lr, args.clip)
+                losses_of[lr] = losses
+                end = at_the_end(losses)
+                print(
+                    f"{title}, learning rate {lr:g}: {end:.3f} at the end", flush=True
+                )
+        best = min(losses_of, key=lambda lr: at_the_end(losses_of[lr]))
+        rates = [best / 2, best * 2]
+        is_inside = min(losses_of) < best < max(losses_of)
+        if args.rates or is_inside:
+            break
+    losses = [losses_of[best]]
+    for seed in range(1, args.seeds):
+        losses.append(train(args.steps, has_muon, best, args.clip, seed))
+    ends = ", ".join(f"{at_the_end(of_seed):.3f}" for of_seed in losses)
+    print(f"{title}, {len(losses)} seeds at {best:g}: {ends}", flush=True)
+    return Runs(best, losses)
 
 
 def draw(curves, path):
@@ -118,9 +147,13 @@ def draw(curves, path):
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     styles = [("#9ecae1", 5, "-"), ("#08306b", 1.2, "-"), ("#d94801", 1.6, "--")]
-    for (label, losses), (color, width, dashes) in zip(curves.items(), styles):
-        steps = range(1, len(losses) + 1)
-        axes.plot(steps, losses, dashes, color=color, linewidth=width, label=label)
+    for (label, seeds), (color, width, dashes) in zip(curves.items(), styles):
+        steps = range(1, len(seeds[0]) + 1)
+        by_step = list(zip(*seeds, strict=True))
+        middle = [statistics.median(losses) for losses in by_step]
+        axes.plot(steps, middle, dashes, color=color, linewidth=width, label=label)
+        lowest, highest = map(min, by_step), map(max, by_step)
+        axes.fill_between(steps, [*lowest], [*highest], color=color, alpha=0.25, lw=0)
     axes.set(xlabel="step", ylabel="training loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -132,7 +165,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--clip", choices=("all", "adamw"), default="all")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -140,22 +174,22 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(hours=2))
     found = [None]
     if dist.get_rank() == 0:
-        adamw_lr, adamw = best("AdamW", train_at_rates(args, has_muon=False))
-        muon_lr, muon = best("Muon", train_at_rates(args, has_muon=True))
-        found = [(muon_lr, adamw_lr, muon, adamw)]
+        adamw = runs_of(args, "AdamW", has_muon=False)
+        muon = runs_of(args, "Muon", has_muon=True)
+        found = [(muon, adamw)]
     dist.broadcast_object_list(found)
-    muon_lr, adamw_lr, muon, adamw = found[0]
-    many = train(args.steps, True, muon_lr, args.clip, sharded=True)
+    muon, adamw = found[0]
+    many = train(args.steps, True, muon.lr, args.clip, sharded=True)
     if dist.get_rank() == 0:
         gaps = []
-        for loss_of_one, loss_of_many in zip(muon, many):
+        for loss_of_one, loss_of_many in zip(muon.losses[0], many):
             gaps.append(abs(loss_of_one - loss_of_many))
         gap = max(gaps)
         print(f"Muon on one process and on many: losses at most {gap:.3f} apart")
         curves = {
-            f"Muon, 1 process (lr {muon_lr})": muon,
-            f"Muon, {dist.get_world_size()} processes, FSDP2": many,
-            f"AdamW (lr {adamw_lr})": adamw,
+            f"Muon, 1 process ({muon.label})": muon.losses,
+            f"Muon, {dist.get_world_size()} processes, FSDP2, first seed": [many],
+            f"AdamW ({adamw.label})": adamw.losses,
         }
         draw(curves, args.out)
         print(args.out)

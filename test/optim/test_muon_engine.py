@@ -21,6 +21,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+    from torch.optim._muon_engine.layouts import dtensor as dtensor_layouts
     from torch.optim._muon_engine.layouts.dtensor import (
         _order_of_cuts,
         device_of,
@@ -93,6 +94,8 @@ class TestOwners(TestCase):
             with self.subTest(start=start):
                 found = assign_owners(layouts, lambda group, start=start: start)
                 self.assertEqual(found, owners)
+        # No optimizer was there before.
+        self.assertEqual(assign_owners(layouts), [4, 6])
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -139,6 +142,28 @@ class TestDTensorLayouts(TestCase):
         dtensor = self.dtensor((2, 2), Partial("max"), Shard(0))
         with self.assertRaisesRegex(ValueError, "parameter 2 'w'.*sum"):
             DTensorLayouts().of(Key(2, 0, "w"), dtensor)
+
+    def test_sum_while_tensors_are_made_on_meta(self):
+        """As under ``with torch.device("meta")``, where models are made."""
+        self.as_rank(1, 4)
+        dtensor = self.dtensor((2, 2), Partial(), Shard(0))
+        with torch.device("meta"):
+            (layout,) = DTensorLayouts().of(Key(2, 0, "w"), dtensor)
+        self.assertEqual(layout.shards.contributions, (0, 0, 1, 1))
+
+    def test_parameters_on_a_cpu_in_a_group_of_accelerators(self):
+        """The group's device has the communication buffers."""
+        of_group, param = torch.device("cuda", 3), torch.ones(4, 3)
+        gpus, both = (
+            mock.Mock(_device_types=kinds) for kinds in (["cuda"], ["cpu", "cuda"])
+        )
+        with mock.patch.object(
+            dtensor_layouts, "device_of_group", return_value=of_group
+        ):
+            found = dtensor_layouts.device_of([param], [both, gpus])
+            self.assertEqual(found, of_group)
+            found = dtensor_layouts.device_of([param], [both])
+            self.assertEqual(found.type, "cpu")
 
     def test_mesh_without_this_rank(self):
         self.as_rank(2, 4)

@@ -144,6 +144,7 @@ class TestMuonSplit(TestCase):
             (qkv, {"split": (24, 8, 8)}, bad),
             (qkv, {"split": (48, 0)}, r"must be positive ints, .*but is \(48, 0\)"),
             (qkv, {"split": (64, -16)}, "positive ints"),
+            (qkv, {"split": (32, "16")}, r"but is \(32, '16'\)"),
             (qkv, {"split": map(int, ("7", "8"))}, "positive ints"),
             (qkv, {"split": {"sizes": iter((16, 32))}}, "positive ints"),
             (qkv, {"split": {16, 32}}, "positive ints"),

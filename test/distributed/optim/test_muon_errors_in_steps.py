@@ -177,6 +177,24 @@ class TestMuonStepMistakes(MistakesTestCase):
                 twins.single.step()
                 self.assertParity(twins, name)
 
+    def test_statuses_through_memory_of_the_host(self):
+        """As on accelerators, whose table of statuses comes from pinned memory and returns there."""
+        twins = Twins(common_muon.specs(mesh_of(4), [(S0,)], [(8, 6), (8, 6)]))
+        side_channel = twins.optimizer._engine._make_runner().side_channel
+        (statuses,) = side_channel.statuses
+        statuses._host = torch.zeros_like(statuses._table)
+        stream = mock.Mock()
+        with mock.patch.object(
+            torch.accelerator, "current_stream", return_value=stream
+        ):
+            twins.set_gradients()
+            twins.optimizer.step()
+            self.assertTrue(stream.record_event.called)
+            twins.set_gradients((1,) if self.rank == 2 else ())
+            self.assertRaisesEverywhere(
+                twins.optimizer.step, RuntimeError, "some have none.*parameter 1"
+            )
+
     def test_mismatch_is_said_once(self):
         """On a CPU, the step has raised it, and moved nothing. A checkpoint can be made."""
         twins = Twins(self.placed())
