@@ -10,6 +10,7 @@ from typing import NamedTuple
 from . import check, contestants, fleet, page, splits, step, table, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
 from .scale import own, report
+from .scale.answer import answer
 from .scale.cases import CASES
 from .scale.hardware import GPUS, Hardware
 
@@ -184,7 +185,7 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
         if args.html is not None:
             page.write(args.html, case.title, schedule, case.world, hardware, prefetch)
     if args.model is not None:
-        yield own.answer(reports[0], notes, hardware, prefetch)
+        yield answer(reports[0], notes, hardware, prefetch)
         return
     yield report.text(reports)
     yield report.divided_text(reports)
