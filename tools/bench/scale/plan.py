@@ -5,14 +5,14 @@ arrays of shape (owners, ranks). A test compares them with the engine's own pack
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.layouts.layout import Shards
+from torch.optim._muon_engine.layouts.layout import Ranks, Shards
 from torch.optim._muon_engine.schedule.owners import flops_of
-from torch.optim._muon_engine.schedule.packs import Relay
 from torch.optim._muon_engine.schedule.schedule import Bucket, Schedule
 from torch.optim._newton_schulz import NS_DTYPE
 
@@ -318,39 +318,74 @@ def _scatter_in_two_levels(
     )
 
 
+class Result(NamedTuple):
+    """What one replica of a set relays to the others: its place in the sorted set, and the bytes."""
+
+    source: int
+    nbytes: float
+
+
 def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
     """The engine's own relays. A relay begins when the earlier relays of all its ranks have begun."""
     if not bucket.relayed:
         return []
+    all_shards = list({schedule.layouts[matrix].shards for matrix in bucket.matrices})
+    # The replicas of shards of equal sizes have equal relays, so that these are made once.
+    known: dict[tuple, list[Result]] = {}
     # By rank: the number of its next wave.
     next_wave: Counter[int] = Counter()
     # The relays of a wave have equally many replicas.
-    waves: dict[tuple[int, int], list[Relay]] = {}
-    for replicas in _replica_sets(schedule, bucket):
+    waves: dict[tuple[int, int], list[tuple[Ranks, Result]]] = {}
+    for replicas in _replica_sets(all_shards):
+        sizes = _sizes_on(replicas, all_shards)
+        if sizes not in known:
+            known[sizes] = _results_of(schedule, bucket, replicas)
         # A rank in several replica sets makes the relays of all of them.
-        for relay in schedule.relays(bucket, replicas[0]):
-            if relay.replicas != tuple(sorted(replicas)):
-                continue
+        for result in known[sizes]:
             number = max(next_wave[rank] for rank in replicas)
             for rank in replicas:
                 next_wave[rank] = number + 1
-            waves.setdefault((number, len(replicas)), []).append(relay)
+            key = number, len(replicas)
+            waves.setdefault(key, []).append((tuple(sorted(replicas)), result))
     return [_wave_of(waves[key]) for key in sorted(waves)]
 
 
-def _replica_sets(schedule: Schedule, bucket: Bucket) -> list[tuple[int, ...]]:
-    """Those that hold a part of a matrix of ``bucket``."""
+def _sizes_on(replicas: Ranks, all_shards: Sequence[Shards]) -> tuple:
+    """What the relays of these replicas depend on: their order, and the elements of each shard that they share."""
+    places = {rank: place for place, rank in enumerate(sorted(replicas))}
+    order = tuple(places[rank] for rank in replicas)
+    sizes = []
+    for shards in all_shards:
+        is_shared = shards.replicas_of(replicas[0]) == replicas
+        sizes.append(shards.numel_of(replicas[0]) if is_shared else -1)
+    return order, tuple(sizes)
+
+
+def _results_of(schedule: Schedule, bucket: Bucket, replicas: Ranks) -> list[Result]:
+    """The relays among ``replicas``, in the engine's order."""
+    in_order = tuple(sorted(replicas))
+    found = []
+    for relay in schedule.relays(bucket, replicas[0]):
+        if relay.replicas == in_order:
+            source = in_order.index(relay.source)
+            found.append(Result(source, float(relay.pack.nbytes)))
+    return found
+
+
+def _replica_sets(all_shards: Iterable[Shards]) -> list[Ranks]:
+    """Those that hold a shard with elements."""
     replica_sets = set()
-    for shards in {schedule.layouts[matrix].shards for matrix in bucket.matrices}:
+    for shards in all_shards:
         for replicas in shards.replica_sets:
             if len(replicas) > 1 and not shards.is_empty(replicas[0]):
                 replica_sets.add(replicas)
     return sorted(replica_sets)
 
 
-def _wave_of(relays: list[Relay]) -> Wave:
+def _wave_of(relays: Sequence[tuple[Ranks, Result]]) -> Wave:
     """Relays that are made at the same time, a row each."""
-    ranks = np.array([relay.replicas for relay in relays])
-    sources = np.array([relay.source for relay in relays])
-    nbytes = np.array([float(relay.pack.nbytes) for relay in relays])
-    return Wave(ranks, ranks == sources[:, None], nbytes)
+    ranks = np.array([replicas for replicas, _ in relays])
+    sources = np.array([[result.source] for _, result in relays])
+    nbytes = np.array([result.nbytes for _, result in relays])
+    replicas = ranks.shape[1]
+    return Wave(ranks, np.arange(replicas) == sources, nbytes)
