@@ -16,6 +16,8 @@ from torch.optim.muon import partition_named_parameters, split_of
 from tools.bench.models import Model, Shape
 
 from .cases import Case
+from .costs import TRAINING_BYTES
+from .hardware import Hardware
 
 
 SOURCES = "a JSON of names and shapes, a transformers config.json, or module:function"
@@ -219,3 +221,26 @@ def case_of(
         raise ValueError(f"--layout {layout} is not {FORMS}, where A x B = {ranks}")
     model = model._replace(tokens=tokens or model.tokens)
     return Case(name, kind, outer, inner, model)
+
+
+def sensible_layouts(model: Model, ranks: int, hardware: Hardware) -> list[str]:
+    """FSDP over all ranks; HSDP and expert parallelism over whole nodes, four times as many each; and DDP. Weights,
+    gradients and momentum of Muon's matrices take at most half of a GPU's memory, except under FSDP.
+    """
+    total = TRAINING_BYTES * sum(map(math.prod, model.shapes))
+    layouts = ["fsdp"]
+    sizes = []
+    size = hardware.gpus_per_node
+    while size < ranks and size > 1:
+        if ranks % size == 0:
+            sizes.append(size)
+        size *= 4
+    for size in sizes:
+        if total / size <= hardware.memory / 2:
+            layouts.append(f"hsdp:{ranks // size}x{size}")
+    if ranks > 1 and total <= hardware.memory / 2:
+        layouts.append("ddp")
+    for size in sizes:
+        if model.n_experts and model.n_experts % size == 0:
+            layouts.append(f"fsdp-ep:{ranks // size}x{size}")
+    return layouts
