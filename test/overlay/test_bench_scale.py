@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,17 +13,20 @@ pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no o
 
 import torch
 from tools.bench import cli
-from tools.bench.scale import own, report
+from tools.bench.scale import costs, own, report
 from tools.bench.scale.cases import Case, CASES, layouts_of
+from tools.bench.scale.costs import Options
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
+from tools.bench.scale.search import Search, WORTH
 from tools.bench.scale.timeline import simulate
 from tools.overlay.payload import ROOT
 from torch.optim._muon_engine.layouts.layout import check_cover
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule import buckets, division
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.levels import passed_on
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+from torch.optim._muon_split import Split
 from tools.bench.models import Model
 
 
@@ -29,6 +34,7 @@ from tools.bench.models import Model
 BY_HAND = Hardware(
     peak_flops=newton_schulz_flops((4, 4)),
     utilization=1.0,
+    memory_bandwidth=math.inf,
     inter_bandwidth=16.0,
     inter_latency=0.25,
     gpus_per_node=1,
@@ -49,9 +55,65 @@ def test_buckets_by_hand():
         (4, 0, 7.0),
     ):
         layouts = layouts_of(Model([(4, 4)] * matrices), "fsdp", 2)
-        step = simulate(make_plan(schedule_of(layouts), 2, 1), BY_HAND, prefetch)
+        options = Options(prefetch=prefetch)
+        step = simulate(make_plan(schedule_of(layouts), 2, 1), BY_HAND, options)
         assert step.done.tolist() == [seconds] * 2
         assert step.busy.tolist() == [matrices / 2] * 2
+
+
+def test_passes_by_hand():
+    """Two matrices of 16 elements on two ranks, which store half of each, with a byte of memory in a second."""
+    layouts = layouts_of(Model([(4, 4)] * 2), "fsdp", 2)
+    plan = make_plan(schedule_of(layouts), 2, 1)
+    free = replace(BY_HAND, peak_flops=math.inf, inter_bandwidth=math.inf)
+    hardware = replace(free, memory_bandwidth=1.0, inter_latency=0.0)
+    # The norm, the division, and five times two bases, of a matrix and of its Gram matrix.
+    inside = 6 * 16 + 5 * 4 * (16 + 16)
+    # 8 elements arrive from the other rank, and 8 go back.
+    packed = 4 * 16
+    for fused, around in ((False, 16 * (30 + 26)), (True, 16 * (14 + 10))):
+        step = simulate(plan, hardware, Options(fused=fused))
+        assert step.busy.tolist() == [inside] * 2
+        assert step.passes.tolist() == [around + packed] * 2
+        assert step.seconds == inside + around + packed
+
+
+def test_replicas_blend_once():
+    """Of two replicas, one sends what is to be orthogonalized. Both accumulate, and both apply."""
+    layouts = layouts_of(Model([(4, 4)] * 2), "ddp", 2)
+    (bucket,) = make_plan(schedule_of(layouts), 2, 1).buckets
+    held, sent, applied, packed = bucket.elements
+    assert held.tolist() == applied.tolist() == [32, 32]
+    assert sent.sum() == 32
+    # Each owner has its own replica: it receives nothing, and sends its update to the other one.
+    assert packed.tolist() == [16, 16]
+
+
+def test_forms_by_hand():
+    """Symmetric products take a part of the time of others, and read no base. The Gram form has fewer long ones."""
+    wide, square = 2 * 3072**2 * 8192, 2 * 3072**3
+    elements = 3072 * 8192
+    hardware = replace(BY_HAND, peak_flops=1.0, symmetric=0.5)
+    by_algorithm = {
+        "quintic": 5 * (2 * wide + square),
+        "symmetric": 5 * wide + 0.5 * 5 * (wide + square),
+        "gram": 2 * wide + 0.5 * (2 * wide + 14 * square),
+    }
+    kind = costs.MatrixKind((8192, 3072))
+    for algorithm, flops in by_algorithm.items():
+        for count in (1, 3):
+            found = costs.newton_schulz_seconds(kind, count, algorithm, hardware)
+            assert found == pytest.approx(count * flops)
+    # Small matrices take torch's products, with each algorithm.
+    small = costs.MatrixKind((64, 256))
+    for algorithm in by_algorithm:
+        found = costs.newton_schulz_seconds(small, 1, algorithm, hardware)
+        assert found == newton_schulz_flops((64, 256))
+    assert costs.matrix_work((8192, 3072), "symmetric").nbytes == 10 * elements
+    # Four owners share the products. Each has whole Gram matrices.
+    block = costs.block_work(costs.MatrixKind((8192, 3072), 4), "quintic")
+    assert block.plain == by_algorithm["quintic"] / 4
+    assert block.nbytes == 26 * elements / 4 + 60 * 3072**2
 
 
 def test_relays_travel_with_the_group_s_next_but_one_bucket():
@@ -115,10 +177,15 @@ def assert_as_packs(schedule, plan, place, rank):
     assert sorted(found) == sorted(expected)
 
 
+def reported(case):
+    schedule = report.schedule_of(case, Hardware())
+    of_case = report.report(case, schedule, Hardware())
+    return report.comparisons(of_case, Hardware())
+
+
 def test_report():
     fsdp, hsdp, wide = (
-        report.report(case, report.schedule_of(case, Hardware()), Hardware(), 1)
-        for case in (*CASES[:2], Case("GPT-2 124M", "fsdp", 1024))
+        reported(case) for case in (*CASES[:2], Case("GPT-2 124M", "fsdp", 1024))
     )
     for case in (fsdp, hsdp):
         assert case["ideal"] <= case["step"] < case["all_gather"]
@@ -130,6 +197,13 @@ def test_report():
     rate = 8 * Hardware().peak_flops * 0.4
     rest = 6 * 12 * 12 * 768 * 768 * 512 * 1024 / rate
     assert fsdp["of_training"] == pytest.approx(fsdp["step"] / (fsdp["step"] + rest))
+    # AdamW keeps two moments, and goes through memory once.
+    elements = 12 * 12 * 768 * 768 / 8
+    assert fsdp["elements"].max() == elements
+    assert fsdp["adamw"] == pytest.approx(28 * elements / 3e12)
+    # A step has more passes with torch's functions, and each algorithm is there.
+    assert fsdp["by_options"]["default"] == fsdp["step"]
+    assert fsdp["by_options"]["fused"] < fsdp["step"]
     page = (ROOT / "docs" / "data" / "scale.md").read_text()
     assert all(f"\n{case.title}  " in page for case in CASES)
     older = Hardware().with_values(["a100", "utilization=0.25", "gpus_per_node=4"])
@@ -140,17 +214,20 @@ def test_the_page_about_your_model_says_what_the_command_prints(
     tmp_path, monkeypatch, capsys
 ):
     page = (ROOT / "docs" / "your_model.md").read_text().partition("## An example")[2]
-    code, command, printed = re.findall(
+    code, one, one_printed, several, several_printed = re.findall(
         r"```(?:python|bash|text)\n(.*?)```", page, re.DOTALL
     )
     (tmp_path / "my_model.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    words = [*command.partition("tools.bench ")[2].split(), "--html", "x.html"]
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 0
+    for command, printed in ((one, one_printed), (several, several_printed)):
+        words = command.partition("tools.bench ")[2].split()
+        if command == one:
+            words += ["--html", "x.html"]
+        assert cli.main(words) == 0
+        assert capsys.readouterr().out.strip() == printed.strip()
+        assert len(printed.splitlines()) <= 40
     assert '<rect class="gather"' in (tmp_path / "x.html").read_text()
-    assert capsys.readouterr().out.strip() == printed.strip()
-    assert len(printed.splitlines()) <= 25
 
 
 def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
@@ -180,6 +257,8 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
     for words, said in (
         ([], "--active-experts K"),
         (["--layout", "hsdp:8x9", "--active-experts", "1"], "A x B = 64"),
+        (["--layout", "any", "--html", "x", "--active-experts", "1"], "one layout"),
+        (["--tokens", "1", "--tokens-per-rank", "1"], "give one of them"),
         (["--model", "json:lost"], "json:lost is not .* AttributeError"),
         (["--model", "json"], "json is not .*no function is named after a colon"),
         (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
@@ -187,3 +266,111 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
     ):
         assert cli.main(["scale", "--model", str(path), *words]) == 1
         assert re.match(f"error: .*{said}", capsys.readouterr().err)
+
+
+# Experts in stacks, and a fused weight of three parts in each of four layers.
+SEARCHED = Model(
+    [(96, 64), (64, 64)] * 4,
+    [(64, 32), (32, 64)],
+    8,
+    active=2,
+    stacked=True,
+    names=[f"{layer}.{name}" for layer in range(4) for name in ("qkv", "out")]
+    + [f"{name}[{expert}]" for expert in range(8) for name in ("up", "down")],
+    fused={f"{layer}.qkv": Split((32, 32, 32)) for layer in range(4)},
+)
+# Slow enough that each change matters.
+SLOW = Hardware(
+    peak_flops=1e9,
+    memory_bandwidth=1e7,
+    intra_bandwidth=1e6,
+    inter_bandwidth=5e5,
+    gpus_per_node=4,
+)
+
+
+def all_combinations(case):
+    """Each product of options, simulated from its beginning: seconds, how many changes, whether it keeps bits."""
+    kinds = [("fsdp", case.world, 1), (case.kind, case.outer, case.inner)]
+    for (kind, outer, inner), stacked, split in itertools.product(
+        kinds, (False, True), (False, True)
+    ):
+        model = case.model._replace(stacked=stacked, is_split=split)
+        placed = Case("small", kind, outer, inner, model)
+        of_place = (kind != case.kind) + (not stacked) + split
+        for owners, prefetch, algorithm, fused in itertools.product(
+            (1, 2, 4, 8, "auto"), (1, 2), ("quintic", "gram"), (False, True)
+        ):
+            options = Options(algorithm, fused, prefetch, owners)
+            seconds = report.simulated(placed, SLOW, options).seconds
+            changes = (owners != 1) + (prefetch != 1) + (algorithm == "gram") + fused
+            keeps_bits = owners == 1 and algorithm == "quintic"
+            yield seconds, of_place + changes, keeps_bits
+
+
+def fastest_by_changes(combinations):
+    """As a user reads it: with one more change each time, as long as that saves enough."""
+    found = []
+    last = min(seconds for seconds, changes, _ in combinations if changes == 0)
+    for count in range(1, 8):
+        fastest = min((s for s, n, _ in combinations if n == count), default=math.inf)
+        if fastest < (1 - WORTH) * last:
+            found.append(fastest)
+            last = fastest
+    return found
+
+
+def test_search_finds_what_trying_everything_finds(monkeypatch):
+    monkeypatch.setattr(division, "MIN_DIVIDED", 32)
+    case = Case("small", "hsdp", 2, 8, SEARCHED)
+    combinations = list(all_combinations(case))
+    of_all = fastest_by_changes(combinations)
+    with_same_bits = fastest_by_changes([c for c in combinations if c[2]])
+    # Several changes together are better than each alone.
+    assert len(of_all) > 1
+    search = Search(case, Options(), SLOW)
+    found = search.run(math.inf)
+    assert (found.tried, found.left_out) == (len(combinations), 0)
+    expected = {*of_all, *with_same_bits[-1:]}
+    assert [step.seconds for step in found.steps] == sorted(expected, reverse=True)
+    assert found.fastest.seconds == of_all[-1]
+    # Without time, only the case's own schedule is simulated, with each algorithm. The search goes on later.
+    late = Search(case, Options(), SLOW)
+    found = late.run(-math.inf)
+    assert (found.tried, found.left_out) == (4, len(combinations) - 4)
+    assert late.run(math.inf).steps == search.found.steps
+
+
+def test_layouts_side_by_side(tmp_path, capsys):
+    path = tmp_path / "shapes.json"
+    layer = {"q": [512, 256], "experts.0.up": [256, 128], "experts.1.up": [256, 128]}
+    path.write_text(
+        json.dumps({f"h.{at}.{n}": s for at in (0, 1) for n, s in layer.items()})
+    )
+    model, _ = own.read(str(path), 1)
+    small = Hardware(gpus_per_node=2)
+    expected = ["fsdp", "hsdp:4x2", "ddp", "fsdp-ep:4x2"]
+    assert own.sensible_layouts(model, 8, small) == expected
+    # Only shards of FSDP fit.
+    tiny = replace(small, memory=1.0)
+    assert own.sensible_layouts(model, 8, tiny) == ["fsdp", "fsdp-ep:4x2"]
+    words = ["scale", "--model", str(path), "--active-experts", "1", "--ranks", "8"]
+    hardware = ["--hardware", "gpus_per_node=2", "--tokens-per-rank", "1000"]
+    assert cli.main([*words, *hardware, "--layout", "any"]) == 0
+    printed = capsys.readouterr().out
+    for mesh in ("FSDP", "HSDP 4 x 2", "DDP", "FSDP x EP 4 x 2"):
+        assert f"\n{mesh}  " in printed
+    assert cli.main([*words, *hardware, "--layout", "hsdp:2x4", "fsdp"]) == 0
+    assert "\nHSDP 2 x 4  " in capsys.readouterr().out
+    assert cli.main([*words, *hardware]) == 0
+    assert "1,000 for each rank" in capsys.readouterr().out
+
+
+def test_measured_page_is_what_the_command_prints(capsys):
+    data = ROOT / "docs" / "data"
+    assert cli.main(["measured", str(data / "h100-gpu.json")]) == 0
+    tables = capsys.readouterr().out.split("\n\n")
+    page = (data / "measured.md").read_text()
+    assert len(tables) > 3
+    assert all(table.strip() in page for table in tables)
+    assert cli.main(["measured", str(data / "scale.md")]) == 1

@@ -19,6 +19,7 @@ from torch.optim import _muon_formulas, Muon
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 from .layouts import lay
+from .scale.costs import Options
 from .scale.hardware import Hardware
 from .scale.plan import make_plan
 from .scale.timeline import simulate
@@ -96,6 +97,7 @@ def work(rank: int, world: int, repetitions: int) -> list[Measured]:
         hardware = Hardware(
             peak_flops=flops / SLEEP,
             utilization=1.0,
+            memory_bandwidth=math.inf,
             intra_bandwidth=math.inf,
             inter_bandwidth=math.inf,
             intra_latency=latency,
@@ -103,7 +105,7 @@ def work(rank: int, world: int, repetitions: int) -> list[Measured]:
             gpus_per_node=1,
         )
         plan = make_plan(optimizer._engine.schedule, world, hardware.gpus_per_node)
-        simulated = simulate(plan, hardware, setting.prefetch)
+        simulated = simulate(plan, hardware, Options(prefetch=setting.prefetch))
         times = _times(optimizer, SlowWire(latency), repetitions)
         measurements.append(Measured(times, simulated.seconds))
     return measurements

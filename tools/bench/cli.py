@@ -3,15 +3,21 @@
 import argparse
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.optim._newton_schulz import NS_ALGORITHMS
 
 from . import check, contestants, fleet, page, splits, step, table, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
-from .scale import own, report
-from .scale.cases import CASES
+from .scale import measured, own, report
+from .scale.answer import answer, layouts_answer
+from .scale.cases import Case, CASES
+from .scale.costs import Options
 from .scale.hardware import GPUS, Hardware
+from .scale.search import Search
 
 
 class Command(NamedTuple):
@@ -36,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "scale":
             _add_simulation(command.add_argument)
             continue
+        if name == "measured":
+            command.add_argument("file", type=Path, help="gpu.json of a GPU")
+            continue
         command.add_argument(
             "--timeout",
             type=float,
@@ -53,6 +62,14 @@ def _add_simulation(add: Callable[..., object]) -> None:
     """The arguments of ``scale``."""
     add("--only", default="", metavar="WORDS", help="rows whose title has them")
     add("--prefetch", type=int, default=1, help="prefetch_count")
+    add(
+        "--algorithm",
+        choices=NS_ALGORITHMS,
+        default="quintic",
+        help="ns_algorithm",
+    )
+    add("--fused", action="store_true", help="fused=True")
+    add("--owners", default="1", metavar="K", help='owners_per_matrix, or "auto"')
     add("--html", type=Path, metavar="FILE", help="a page about one row")
     gpus = ", ".join(GPUS)
     fields = ", ".join(vars(Hardware()))
@@ -65,8 +82,21 @@ def _add_simulation(add: Callable[..., object]) -> None:
     )
     add("--model", metavar="FILE", help=f"your model: {own.SOURCES}")
     add("--ranks", type=int, default=64, help="GPUs for --model")
-    add("--layout", default="fsdp", help=f"of --model: {own.FORMS}")
-    add("--tokens", type=int, help="tokens of a training step")
+    add(
+        "--layout",
+        nargs="+",
+        default=["fsdp"],
+        help=f"of --model: {own.FORMS}; several are compared, any means all that are sensible",
+    )
+    tokens = "tokens of a training step"
+    add("--tokens", type=int, help=f"{tokens} on all ranks together")
+    add("--tokens-per-rank", type=int, metavar="N", help=f"{tokens} on each rank")
+    add(
+        "--seconds",
+        type=float,
+        default=50.0,
+        help="CPU seconds after which no other combination of options is simulated",
+    )
     add("--active-experts", type=int, metavar="K", help="experts of a token")
 
 
@@ -166,12 +196,12 @@ def run_splits(args: argparse.Namespace) -> Iterator[str]:
 
 def run_scale(args: argparse.Namespace) -> Iterator[str]:
     hardware = Hardware().with_values(args.hardware)
-    prefetch = args.prefetch
-    cases = [case for case in CASES if args.only in case.title]
+    owners = args.owners if args.owners == "auto" else int(args.owners)
+    options = Options(args.algorithm, args.fused, args.prefetch, owners)
     if args.model is not None:
-        model, notes = own.read(args.model, args.active_experts)
-        name = Path(args.model).stem
-        cases = [own.case_of(model, name, args.layout, args.ranks, args.tokens)]
+        yield _of_model(args, hardware, options)
+        return
+    cases = [case for case in CASES if args.only in case.title]
     if not cases:
         raise ValueError(f"no row has {args.only!r} in its title")
     if args.html is not None and len(cases) > 1:
@@ -179,21 +209,71 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
         raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
     reports = []
     for case in cases:
-        schedule = report.schedule_of(case, hardware)
-        reports.append(report.report(case, schedule, hardware, prefetch))
-        if args.html is not None:
-            page.write(args.html, case.title, schedule, case.world, hardware, prefetch)
-    if args.model is not None:
-        yield own.answer(reports[0], notes, hardware, prefetch)
-        return
+        row = report.comparisons(_report(case, hardware, options, args.html), hardware)
+        # The memory of the first schedule is free before others are made.
+        reports.append(report.with_owners(row, hardware, options))
     yield report.text(reports)
     yield report.divided_text(reports)
+    yield report.options_text(reports)
+
+
+def _of_model(args: argparse.Namespace, hardware: Hardware, options: Options) -> str:
+    """The answer about a model of the user's own: of one layout, or a table of several."""
+    if args.tokens and args.tokens_per_rank:
+        raise ValueError("--tokens and --tokens-per-rank: give one of them")
+    model, notes = own.read(args.model, args.active_experts)
+    name, ranks = Path(args.model).stem, args.ranks
+    tokens = args.tokens
+    if args.tokens_per_rank:
+        tokens = args.tokens_per_rank * ranks
+    layouts = []
+    for layout in args.layout:
+        if layout == "any":
+            layouts += own.sensible_layouts(model, ranks, hardware)
+        else:
+            layouts.append(layout)
+    # Without repetitions.
+    layouts = list(dict.fromkeys(layouts))
+    cases = [own.case_of(model, name, layout, ranks, tokens) for layout in layouts]
+    if args.html is not None and len(cases) > 1:
+        raise ValueError("--html needs one layout")
+    began = time.process_time()
+    reports, searches = [], []
+    for number, case in enumerate(cases, 1):
+        reports.append(_report(case, hardware, options, args.html))
+        searches.append(Search(case, options, hardware, len(cases) == 1))
+        # The fastest layouts get the second half of the time.
+        share = number / len(cases) / 2
+        searches[-1].run(began + share * args.seconds)
+    found = {}
+    for one in sorted(searches, key=lambda search: search.found.fastest.seconds):
+        found[one] = one.run(began + args.seconds)
+    of_cases = [found[one] for one in searches]
+    if len(cases) == 1:
+        return answer(reports[0], notes, hardware, of_cases[0])
+    return layouts_answer(reports, of_cases, notes, hardware)
+
+
+def _report(
+    case: Case, hardware: Hardware, options: Options, html: Path | None
+) -> dict[str, Any]:
+    schedule = report.schedule_of(case, hardware, options)
+    if html is not None:
+        page.write(html, case.title, schedule, case.world, hardware, options)
+    return report.report(case, schedule, hardware, options)
+
+
+def run_measured(args: argparse.Namespace) -> Iterator[str]:
+    return measured.tables(args.file, Hardware())
 
 
 COMMANDS = {
     "step": Command(run_step, "time a step of each implementation"),
     "bytes": Command(run_bytes, "count what a step sends"),
     "scale": Command(run_scale, "simulate a step of public models on many ranks"),
+    "measured": Command(
+        run_measured, "compare the simulator's costs with the times of a GPU"
+    ),
     "check": Command(
         run_check, "compare simulated steps with real ones on a slow wire"
     ),

@@ -55,11 +55,14 @@ def is_source(optimizer: Muon, index: int) -> bool:
     return engine.schedule.is_source(index, engine.rank)
 
 
-def batch_size(shape: tuple[int, int]) -> int:
+def batch_size(shape: tuple[int, int], algorithm: str = "quintic") -> int:
     """How many matrices of ``shape`` a step orthogonalizes together on an accelerator."""
+    most_bytes = _muon_formulas._BATCH_BYTES
+    if algorithm != "quintic":
+        most_bytes = _muon_formulas._SYMMETRIC_BATCH_BYTES
     elements = math.prod(shape)
     nbytes = elements * ns.NS_DTYPE.itemsize
-    return max(1, _muon_formulas._BATCH_BYTES // nbytes)
+    return max(1, most_bytes // nbytes)
 
 
 def least_bytes(optimizer: Muon) -> int:

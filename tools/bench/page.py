@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.optim._muon_engine.schedule.schedule import Schedule
 
 from .engine_view import described
+from .scale.costs import DEFAULT, Options
 from .scale.hardware import Hardware
 from .scale.plan import make_plan, Plan
 from .scale.report import link_bytes, milliseconds
@@ -23,13 +24,13 @@ from .scale.timeline import simulate, Step
 # With more ranks, the page shows the busiest ones.
 MOST_BARS, MOST_TIMELINES = 32, 16
 WIDTH, LEFT, HEIGHT = 700, 70, 18
-LANES = {"gather": 0, "orthogonalize": 1, "scatter": 2, "relay": 2}
+LANES = {"gather": 0, "orthogonalize": 1, "passes": 1, "scatter": 2, "relay": 2}
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 14px sans-serif; max-width: 66em; margin: 2em auto; color: #24292f }}
 svg {{ display: block }} text {{ font-size: 11px }} pre {{ overflow-x: auto }}
 .load, .orthogonalize {{ fill: #2f6fb5 }} .gather, .received {{ fill: #3d9a5f }}
-.scatter, .sent {{ fill: #d9822b }} .relay {{ fill: #a14fb0 }} .mean {{ stroke: #cf222e }}
+.scatter, .sent {{ fill: #d9822b }} .relay {{ fill: #a14fb0 }} .passes {{ fill: #9aa4af }} .mean {{ stroke: #cf222e }}
 </style></head><body>
 <h1>{title}</h1>
 <p>One optimizer step, simulated: {step} ms on {world} ranks, {matrices} matrices, prefetch_count {prefetch}.
@@ -38,8 +39,8 @@ svg {{ display: block }} text {{ font-size: 11px }} pre {{ overflow-x: auto }}
 <p>Newton-Schulz of each rank. The red line is the mean of all ranks.</p>
 {loads}
 <h2>Timeline of the step</h2>
-<p>Lanes of a rank: gather (green), Newton-Schulz (blue), scatter (orange) and broadcasts to
-replicas (purple), from 0 to {step} ms. Point at a bar for its times.</p>
+<p>Lanes of a rank: gather (green), Newton-Schulz (blue), passes over memory (gray), scatter (orange) and
+broadcasts to replicas (purple), from 0 to {step} ms. Point at a bar for its times.</p>
 {timeline}
 <h2>Bytes by rank</h2>
 <p>Sent (orange) and received (green), with what a rank passes on.</p>
@@ -56,24 +57,24 @@ def write(
     schedule: Schedule,
     world: int,
     hardware: Hardware | None = None,
-    prefetch: int = 1,
+    options: Options = DEFAULT,
 ) -> None:
     """Simulates one step of ``schedule`` on ``world`` ranks and writes the page to ``path``."""
     hardware = hardware or Hardware()
     plan = make_plan(schedule, world, hardware.gpus_per_node)
-    step = simulate(plan, hardware, prefetch)
+    step = simulate(plan, hardware, options)
     busiest = np.argsort(-step.busy, kind="stable")
     shown = ""
     if world > MOST_BARS:
         shown = f"The {MOST_BARS} busiest ranks are shown."
     ranks = np.sort(busiest[:MOST_BARS])
-    tables, _ = described(schedule, int(busiest[0]), prefetch)
+    tables, _ = described(schedule, int(busiest[0]), options.prefetch)
     content = PAGE.format(
         title=escape(title),
         step=milliseconds(step.seconds),
         world=world,
         matrices=len(schedule.layouts),
-        prefetch=prefetch,
+        prefetch=options.prefetch,
         shown=shown,
         loads=_loads(schedule, step, ranks),
         timeline=_timeline(step, np.sort(busiest[:MOST_TIMELINES])),

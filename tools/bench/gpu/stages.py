@@ -173,7 +173,7 @@ def newton_schulz(machine: Machine) -> Found:
     counts = Counter(shapes)
     job = machine.device, counts, side
     ((peak, rows),) = machine.run(_newton_schulz, job, 1)
-    cells, seconds, names = [], {}, []
+    cells, seconds, of_products, names = [], {}, {}, []
     for shape, batch, times in rows:
         names = list(times)
         quintic = times["quintic"]
@@ -184,12 +184,15 @@ def newton_schulz(machine: Machine) -> Found:
         cells.append([title, *milliseconds, f"{of_peak:.0%}"])
         # A step takes the largest batches, which come last.
         seconds[shape] = counts[shape] * quintic / batch
+        of_products[shape] = counts[shape] * times["products alone"] / batch
     flops = sum(counts[shape] * newton_schulz_flops(shape) for shape in seconds)
     used = flops / sum(seconds.values()) / peak
     head = ["ms", *names, "quintic / peak"]
     rate = f"{peak / 1e12:.1f} TFLOP/s"
     text = f"Plain bfloat16 products have {rate}, all these matrices {used:.0%} of it."
-    hardware = {"peak_flops": peak, "utilization": used}
+    # The simulator counts passes over memory by themselves.
+    of_peak = flops / sum(of_products.values()) / peak
+    hardware = {"peak_flops": peak, "utilization": of_peak}
     return Found([text, table.render(head, cells)], {"rows": rows}, hardware)
 
 
@@ -594,7 +597,8 @@ def passes(machine: Machine) -> Found:
     head = [job.workload, "GB", "ms", "limit, ms", "x limit"]
     text = f"Copies read and write {rate / 1e9:.0f} GB/s."
     note = "GB: the least that must be read and written. The last row has everything but Newton-Schulz."
-    return Found([text, table.render(head, rows), note], found)
+    texts = [text, table.render(head, rows), note]
+    return Found(texts, found, {"memory_bandwidth": rate})
 
 
 def _copy_rate(size: int, device: str) -> float:

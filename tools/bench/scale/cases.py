@@ -161,12 +161,15 @@ class Case(NamedTuple):
         return self.outer * self.inner
 
     @property
-    def title(self) -> str:
+    def mesh(self) -> str:
         two_dimensions = {"hsdp": "HSDP", "tp": "FSDP x TP", "ep": "FSDP x EP"}
-        mesh = self.kind.upper()
         if self.kind in two_dimensions:
-            mesh = f"{two_dimensions[self.kind]} {self.outer} x {self.inner}"
-        return f"{self.name}, {mesh}, {self.world} ranks"
+            return f"{two_dimensions[self.kind]} {self.outer} x {self.inner}"
+        return self.kind.upper()
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.mesh}, {self.world} ranks"
 
     def layouts(self) -> list[Layout]:
         return layouts_of(self.model, self.kind, self.outer, self.inner)

@@ -9,18 +9,25 @@ from torch.optim._muon_engine.schedule import division
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes; FLOP/s, bytes/s and seconds. The planner's "auto" has the same H100s.
+    """A cluster of equal nodes; FLOP/s, bytes/s and seconds. The planner's "auto" has the same links.
 
-    Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in
-    Newton-Schulz, and at ``training_utilization`` in forward and backward.
+    Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in products of
+    Newton-Schulz, and at ``training_utilization`` in forward and backward. A symmetric product by the kernels takes
+    ``symmetric`` of a product's time in an iteration. Copies read and write ``memory_bandwidth`` together. These are of
+    an H100 (docs/data/h100-gpu.md): products alone got 0.69 and 0.72 in two runs, and 0.74 in the trace of a step.
+    docs/data/measured.md says how well they predict its steps.
+    ``memory``: bytes of a GPU.
     Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
     Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
     Latencies: those of NCCL's own model (src/graph/tuning.cc) for a hop of a ring of small messages.
     """
 
     peak_flops: float = 989e12
-    utilization: float = division.FLOPS / 989e12
+    utilization: float = 0.72
     training_utilization: float = 0.4
+    symmetric: float = 0.78
+    memory_bandwidth: float = 3.0e12
+    memory: float = 80e9
     intra_bandwidth: float = division.NODE
     inter_bandwidth: float = division.NETWORK
     intra_latency: float = division.LATENCY
@@ -65,7 +72,13 @@ class Hardware:
 
 
 # With A100s: half of the NVLink, and adapters of 200 Gb/s (NVIDIA's data sheets of A100 and DGX A100).
-A100 = {"peak_flops": 312e12, "intra_bandwidth": 300e9, "inter_bandwidth": 25e9}
+# Its memory has 2039e9 bytes/s there, of which copies are assumed to get as much as on an H100.
+A100 = {
+    "peak_flops": 312e12,
+    "memory_bandwidth": 1.8e12,
+    "intra_bandwidth": 300e9,
+    "inter_bandwidth": 25e9,
+}
 GPUS: dict[str, dict[str, float]] = {"h100": vars(Hardware()), "a100": A100}
 
 

@@ -5,17 +5,17 @@ arrays of shape (owners, ranks). A test compares them with the engine's own pack
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.layouts.layout import Shards
-from torch.optim._muon_engine.schedule.owners import flops_of
-from torch.optim._muon_engine.schedule.packs import Relay
+from torch.optim._muon_engine.layouts.layout import Ranks, Shards
 from torch.optim._muon_engine.schedule.schedule import Bucket, Schedule
 from torch.optim._newton_schulz import NS_DTYPE
 
+from .costs import MatrixKind, newton_schulz_seconds
 from .hardware import Hardware
 
 
@@ -98,19 +98,17 @@ class Wave(NamedTuple):
         ranks: global ranks, shape (sets, replicas).
         is_source: which of ``ranks`` have the result already.
         nbytes: for each set.
+        nodes: how many nodes the replicas of a set are on.
     """
 
     ranks: NDArray
     is_source: NDArray
     nbytes: NDArray
-
-    def nodes(self, gpus_per_node: int) -> int:
-        nodes = self.ranks[0] // gpus_per_node
-        return len(np.unique(nodes))
+    nodes: int
 
     def seconds(self, hardware: Hardware) -> tuple[NDArray, float]:
         """The time of the links of a ring in the order of ranks, and of its hops, which block no link."""
-        nodes = self.nodes(hardware.gpus_per_node)
+        nodes = self.nodes
         _, replicas = self.ranks.shape
         slowest = hardware.inter_bandwidth if nodes > 1 else hardware.intra_bandwidth
         between_nodes = (nodes - 1) * hardware.inter_latency
@@ -132,8 +130,9 @@ class BucketPlan:
     Args:
         owners: places of owners in ``ranks``.
         gather, scatter: one or two all-to-alls each.
-        work: for each of ``owners`` the FLOPs of its matrices.
+        work: for each of ``owners`` how many matrices of each kind it has.
         shared: for each of ``owners`` its blocks of divided matrices.
+        elements: what passes over memory go through.
     """
 
     bucket: Bucket
@@ -141,17 +140,37 @@ class BucketPlan:
     owners: NDArray
     gather: tuple[Loads, ...]
     scatter: tuple[Loads, ...]
-    work: NDArray
+    work: list[Counter[MatrixKind]]
     shared: list[list[SharedBlock]]
+    elements: "Elements"
     relays: list[Wave]
 
-    def seconds(self, hardware: Hardware) -> NDArray:
+    def seconds(self, hardware: Hardware, algorithm: str = "quintic") -> NDArray:
         """The time of each owner's Newton-Schulz."""
-        together = np.zeros(len(self.owners))
-        for owner, blocks in enumerate(self.shared):
-            for block in blocks:
-                together[owner] += seconds_together(block, hardware)
-        return self.work / hardware.flops + together
+        seconds = np.zeros(len(self.owners))
+        for owner, kinds in enumerate(self.work):
+            for kind, count in kinds.items():
+                of_kind = newton_schulz_seconds(kind, count, algorithm, hardware)
+                seconds[owner] += of_kind
+            for block in self.shared[owner]:
+                seconds[owner] += seconds_together(block, hardware)
+        return seconds
+
+
+class Elements(NamedTuple):
+    """Elements of the matrices of a bucket, for each of its ranks.
+
+    Args:
+        held: those that it stores.
+        sent: those of them that it sends to owners or to itself, for one replica of each shard does.
+        applied: those of them that owners update; a relay brings the others.
+        packed: those that it receives as an owner, and sends as one.
+    """
+
+    held: NDArray
+    sent: NDArray
+    applied: NDArray
+    packed: NDArray
 
 
 def seconds_together(block: SharedBlock, hardware: Hardware, steps: int = 5) -> float:
@@ -198,7 +217,7 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
     owner_ranks = np.unique([schedule.owners[matrix] for matrix in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
     work, shared = _works(schedule, bucket, owner_ranks)
-    gathered, scattered = _volumes(schedule, bucket, owners)
+    gathered, scattered, elements = _volumes(schedule, bucket, owners)
     nodes = ranks // gpus_per_node
     if bucket.node_size > 1:
         gather = _gather_in_two_levels(gathered, owners, nodes, bucket.node_size)
@@ -209,20 +228,23 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
         complete = not bucket.relayed
         gather = (Loads.of("group", gathered, (holders, of_owners), nodes, complete),)
         scatter = (Loads.of("group", scattered, (of_owners, holders), nodes, complete),)
-    relays = _waves(schedule, bucket)
-    return BucketPlan(bucket, ranks, owners, gather, scatter, work, shared, relays)
+    relays = _waves(schedule, bucket, gpus_per_node)
+    exchanges = gather, scatter
+    return BucketPlan(bucket, ranks, owners, *exchanges, work, shared, elements, relays)
 
 
 def _works(
     schedule: Schedule, bucket: Bucket, owner_ranks: NDArray
-) -> tuple[NDArray, list[list[SharedBlock]]]:
+) -> tuple[list[Counter[MatrixKind]], list[list[SharedBlock]]]:
     """``work`` and ``shared`` of :class:`BucketPlan`."""
-    work = np.zeros(len(owner_ranks))
+    work: list[Counter[MatrixKind]] = [Counter() for _ in owner_ranks]
     shared: list[list[SharedBlock]] = [[] for _ in owner_ranks]
+    places = {rank: place for place, rank in enumerate(owner_ranks.tolist())}
     for matrix in bucket.matrices:
-        owner = np.searchsorted(owner_ranks, schedule.owners[matrix])
+        owner = places[schedule.owners[matrix]]
         layout = schedule.layouts[matrix]
-        work[owner] += flops_of(layout)
+        _, blocks = layout.key.block
+        work[owner][MatrixKind(layout.full_shape, blocks)] += 1
         if layout.block_of:
             short_side = min(layout.block_of)
             shared[owner].append(SharedBlock(short_side, schedule.team(matrix)))
@@ -231,35 +253,48 @@ def _works(
 
 def _volumes(
     schedule: Schedule, bucket: Bucket, owners: NDArray
-) -> tuple[NDArray, NDArray]:
-    """Bytes that owners gather and send back, shape (owners, ranks)."""
+) -> tuple[NDArray, NDArray, Elements]:
+    """Bytes that owners gather and send back, shape (owners, ranks); and what passes go through."""
     ranks = np.array(bucket.ranks)
-    owner_ranks = ranks[owners]
+    places_of_owners = {rank: at for at, rank in enumerate(ranks[owners].tolist())}
     # How many matrices with these shards each owner has.
     counts: dict[Shards, NDArray] = {}
     for matrix in bucket.matrices:
         shards = schedule.layouts[matrix].shards
         count = counts.setdefault(shards, np.zeros_like(owners))
-        owner = np.searchsorted(owner_ranks, schedule.owners[matrix])
-        count[owner] += 1
+        count[places_of_owners[schedule.owners[matrix]]] += 1
+    # With 16,384 ranks, an array of this shape has 2 GB. Without replicas, one is enough.
     gathered = np.zeros((len(owners), len(ranks)))
-    scattered = np.zeros((len(owners), len(ranks)))
+    scattered = gathered
+    has_replicas = any(shards.most_replicas > 1 for shards in counts)
+    if has_replicas or bucket.gather_dtype != NS_DTYPE:
+        scattered = np.zeros_like(gathered)
+    held = np.zeros(len(ranks))
     for shards, count in counts.items():
         if shards.partial:
             raise NotImplementedError("the simulation has no Partial parameters")
         order = np.argsort(shards.ranks)
         numels = np.array(shards.numels)[order]
+        held += count.sum() * numels
+        if scattered is gathered:
+            for owner in np.flatnonzero(count):
+                gathered[owner] += count[owner] * numels
+            continue
         all_replicas = count[:, None] * numels
         from_sources = all_replicas * _are_sources(shards, ranks, owners)
         gathered += from_sources
         scattered += from_sources if bucket.relayed else all_replicas
-    gathered *= bucket.gather_dtype.itemsize
-    scattered *= NS_DTYPE.itemsize
+    sent, applied = gathered.sum(0), scattered.sum(0)
     # An owner sends nothing to itself.
     places = np.arange(len(owners))
     gathered[places, owners] = 0
     scattered[places, owners] = 0
-    return gathered, scattered
+    packed = np.zeros(len(ranks))
+    packed[owners] = gathered.sum(1) + scattered.sum(1)
+    if scattered is not gathered:
+        scattered *= NS_DTYPE.itemsize
+    gathered *= bucket.gather_dtype.itemsize
+    return gathered, scattered, Elements(held, sent, applied, packed)
 
 
 def _are_sources(shards: Shards, ranks: NDArray, owners: NDArray) -> NDArray:
@@ -318,39 +353,75 @@ def _scatter_in_two_levels(
     )
 
 
-def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
+class Result(NamedTuple):
+    """What one replica of a set relays to the others: its place in the sorted set, and the bytes."""
+
+    source: int
+    nbytes: float
+
+
+def _waves(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> list[Wave]:
     """The engine's own relays. A relay begins when the earlier relays of all its ranks have begun."""
     if not bucket.relayed:
         return []
+    all_shards = list({schedule.layouts[matrix].shards for matrix in bucket.matrices})
+    # The replicas of shards of equal sizes have equal relays, so that these are made once.
+    known: dict[tuple, list[Result]] = {}
     # By rank: the number of its next wave.
     next_wave: Counter[int] = Counter()
     # The relays of a wave have equally many replicas.
-    waves: dict[tuple[int, int], list[Relay]] = {}
-    for replicas in _replica_sets(schedule, bucket):
+    waves: dict[tuple[int, int], list[tuple[Ranks, Result]]] = {}
+    for replicas in _replica_sets(all_shards):
+        sizes = _sizes_on(replicas, all_shards)
+        if sizes not in known:
+            known[sizes] = _results_of(schedule, bucket, replicas)
         # A rank in several replica sets makes the relays of all of them.
-        for relay in schedule.relays(bucket, replicas[0]):
-            if relay.replicas != tuple(sorted(replicas)):
-                continue
+        for result in known[sizes]:
             number = max(next_wave[rank] for rank in replicas)
             for rank in replicas:
                 next_wave[rank] = number + 1
-            waves.setdefault((number, len(replicas)), []).append(relay)
-    return [_wave_of(waves[key]) for key in sorted(waves)]
+            key = number, len(replicas)
+            waves.setdefault(key, []).append((tuple(sorted(replicas)), result))
+    return [_wave_of(waves[key], gpus_per_node) for key in sorted(waves)]
 
 
-def _replica_sets(schedule: Schedule, bucket: Bucket) -> list[tuple[int, ...]]:
-    """Those that hold a part of a matrix of ``bucket``."""
+def _sizes_on(replicas: Ranks, all_shards: Sequence[Shards]) -> tuple:
+    """What the relays of these replicas depend on: their order, and the elements of each shard that they share."""
+    places = {rank: place for place, rank in enumerate(sorted(replicas))}
+    order = tuple(places[rank] for rank in replicas)
+    sizes = []
+    for shards in all_shards:
+        is_shared = shards.replicas_of(replicas[0]) == replicas
+        sizes.append(shards.numel_of(replicas[0]) if is_shared else -1)
+    return order, tuple(sizes)
+
+
+def _results_of(schedule: Schedule, bucket: Bucket, replicas: Ranks) -> list[Result]:
+    """The relays among ``replicas``, in the engine's order."""
+    in_order = tuple(sorted(replicas))
+    found = []
+    for relay in schedule.relays(bucket, replicas[0]):
+        if relay.replicas == in_order:
+            source = in_order.index(relay.source)
+            found.append(Result(source, float(relay.pack.nbytes)))
+    return found
+
+
+def _replica_sets(all_shards: Iterable[Shards]) -> list[Ranks]:
+    """Those that hold a shard with elements."""
     replica_sets = set()
-    for shards in {schedule.layouts[matrix].shards for matrix in bucket.matrices}:
+    for shards in all_shards:
         for replicas in shards.replica_sets:
             if len(replicas) > 1 and not shards.is_empty(replicas[0]):
                 replica_sets.add(replicas)
     return sorted(replica_sets)
 
 
-def _wave_of(relays: list[Relay]) -> Wave:
+def _wave_of(relays: Sequence[tuple[Ranks, Result]], gpus_per_node: int) -> Wave:
     """Relays that are made at the same time, a row each."""
-    ranks = np.array([relay.replicas for relay in relays])
-    sources = np.array([relay.source for relay in relays])
-    nbytes = np.array([float(relay.pack.nbytes) for relay in relays])
-    return Wave(ranks, ranks == sources[:, None], nbytes)
+    ranks = np.array([replicas for replicas, _ in relays])
+    sources = np.array([[result.source] for _, result in relays])
+    nbytes = np.array([result.nbytes for _, result in relays])
+    replicas = ranks.shape[1]
+    nodes = np.unique(ranks[0] // gpus_per_node)
+    return Wave(ranks, np.arange(replicas) == sources, nbytes, len(nodes))

@@ -1,11 +1,13 @@
 """Plays one step in the order of ``schedule/order.py`` for all ranks at once: vectors of times, in seconds."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.optim._muon_engine.schedule.order import Phase, step_order
 
+from .costs import DEFAULT, Options, PACK, passes_of
 from .hardware import Hardware
 from .plan import BucketPlan, IN, Plan, Wave
 
@@ -20,10 +22,13 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """When each rank is done, and how long it has orthogonalized, shape (ranks,); and all events."""
+    """When each rank is done, how long it has orthogonalized, and how long its passes over memory took, shape (ranks,);
+    and all events.
+    """
 
     done: NDArray
     busy: NDArray
+    passes: NDArray
     events: list[Event]
 
     @property
@@ -34,12 +39,13 @@ class Step(NamedTuple):
 class Timeline:
     """One step. ``now`` is the time at which each rank's compute has arrived."""
 
-    def __init__(self, plan: Plan, hardware: Hardware, prefetch: int) -> None:
+    def __init__(self, plan: Plan, hardware: Hardware, options: Options) -> None:
         self.plan = plan
         self.hardware = hardware
-        self.prefetch = prefetch
+        self.options = options
         self.now = np.zeros(plan.world)
         self.busy = np.zeros(plan.world)
+        self.passes = np.zeros(plan.world)
         self.events: list[Event] = []
         # When the link of each rank is free: its transfers take turns.
         self.free = np.zeros(plan.world)
@@ -53,27 +59,52 @@ class Timeline:
         only reads and moves the times of its bucket's ranks.
         """
         groups = [bucket.bucket.ranks for bucket in self.plan.buckets]
-        one_at_a_time = self.plan.one_owner_at_a_time and self.prefetch == 0
+        prefetch = self.options.prefetch
+        one_at_a_time = self.plan.one_owner_at_a_time and prefetch == 0
+        of_element = passes_of(self.options)
         # By group: the buckets whose results were applied, and whose relays have not begun.
         waiting: dict[tuple[int, ...], list[BucketPlan]] = {}
-        for phase, index in step_order(groups, self.prefetch, one_at_a_time):
+        for phase, index in step_order(groups, prefetch, one_at_a_time):
             bucket = self.plan.buckets[index]
             to_relay = waiting.setdefault(groups[index], [])
+            held, sent, applied, packed = bucket.elements
             if phase is Phase.GATHER:
+                nbytes = of_element.accumulate * held + of_element.blend * sent
+                self.go_through(bucket, nbytes)
                 self.exchange(bucket, "gather")
             elif phase is Phase.COMPUTE:
                 self.wait(bucket)
+                self.go_through(bucket, PACK * packed)
                 self.orthogonalize(bucket, to_relay)
                 to_relay.clear()
             elif phase is Phase.SCATTER:
                 self.exchange(bucket, "scatter")
             elif phase is Phase.APPLY:
                 self.wait(bucket)
+                self.go_through(bucket, of_element.apply * applied)
                 to_relay.append(bucket)
             else:
                 to_relay.remove(bucket)
                 self.now = self.relay([bucket])
-        return Step(self.now, self.busy, self.events)
+                self.apply_relayed([bucket])
+        return Step(self.now, self.busy, self.passes, self.events)
+
+    def go_through(self, bucket: BucketPlan, nbytes: NDArray) -> None:
+        """A pass of each rank over ``nbytes`` of its memory."""
+        seconds = nbytes / self.hardware.memory_bandwidth
+        begin = self.now[bucket.ranks]
+        end = begin + seconds
+        self.now[bucket.ranks] = end
+        self.passes[bucket.ranks] += seconds
+        if seconds.any():
+            self.events.append(Event("passes", bucket.ranks, begin, end))
+
+    def apply_relayed(self, buckets: Sequence[BucketPlan]) -> None:
+        """The passes over what relays brought."""
+        apply = passes_of(self.options).apply
+        for bucket in buckets:
+            relayed = bucket.elements.held - bucket.elements.applied
+            self.go_through(bucket, apply * relayed)
 
     def exchange(self, bucket: BucketPlan, kind: str) -> None:
         """A gather or scatter; a second hop begins when the first is over."""
@@ -123,12 +154,13 @@ class Timeline:
         relayed = self.relay(to_relay)
         ranks = bucket.ranks[bucket.owners]
         begin = self.now[ranks]
-        seconds = bucket.seconds(self.hardware)
+        seconds = bucket.seconds(self.hardware, self.options.algorithm)
         end = begin + seconds
         self.busy[ranks] += seconds
         self.now[ranks] = end
         self.events.append(Event("orthogonalize", ranks, begin, end))
         self.now = np.maximum(self.now, relayed)
+        self.apply_relayed(to_relay)
 
     def relay(self, buckets: list[BucketPlan]) -> NDArray:
         """Starts all broadcasts of ``buckets``; when each rank has everything from them."""
@@ -140,5 +172,5 @@ class Timeline:
         return arrived
 
 
-def simulate(plan: Plan, hardware: Hardware, prefetch: int = 1) -> Step:
-    return Timeline(plan, hardware, prefetch).run()
+def simulate(plan: Plan, hardware: Hardware, options: Options = DEFAULT) -> Step:
+    return Timeline(plan, hardware, options).run()
