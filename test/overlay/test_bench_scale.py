@@ -11,15 +11,16 @@ import pytest
 
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
+import numpy as np
 import torch
-from tools.bench import cli
+from tools.bench import cli, page as html
 from tools.bench.scale import costs, own, report
 from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.costs import Options
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
 from tools.bench.scale.search import Search, WORTH
-from tools.bench.scale.timeline import simulate
+from tools.bench.scale.timeline import simulate, Step
 from tools.overlay.payload import ROOT
 from torch.optim._muon_engine.layouts.layout import check_cover
 from torch.optim._muon_engine.schedule import buckets, division
@@ -374,3 +375,23 @@ def test_measured_page_is_what_the_command_prints(capsys):
     assert len(tables) > 3
     assert all(table.strip() in page for table in tables)
     assert cli.main(["measured", str(data / "scale.md")]) == 1
+
+
+def test_marks_of_a_page_are_round_and_begin_at_0():
+    for milliseconds in (0.043, 0.62, 7.9, 92.3, 578):
+        marks = html._marks(milliseconds)
+        assert marks[0] == 0
+        assert marks[-1] <= milliseconds < marks[-1] + marks[1]
+        assert 3 <= len(marks) <= html.MARKS + 1
+        digits = f"{marks[1]:e}".partition("e")[0]
+        assert float(digits) in (1, 2, 5)
+
+
+def test_a_page_shows_busy_and_idle_ranks():
+    busiest = np.arange(100)[::-1]
+    assert [*html._shown(busiest, 32)] == [0, 1, 2, 3, *range(72, 100)]
+    assert [*html._shown(busiest[:20], 32)] == [*range(80, 100)]
+    busy = np.array([0.0, 0, 3, 4, 0, 1, 2, 5])
+    step = Step(np.ones(8), busy, busy, [])
+    assert html._idle(step) == "3 of 8 ranks (38%) own no matrix."
+    assert html._idle(step._replace(busy=np.ones(8))) == "Each rank owns a matrix."

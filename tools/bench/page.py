@@ -4,6 +4,7 @@
 your own, call :func:`write` with ``optimizer._engine.schedule``.
 """
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -21,14 +22,18 @@ from .scale.report import link_bytes, milliseconds
 from .scale.timeline import simulate, Step
 
 
-# With more ranks, the page shows the busiest ones.
+# With more ranks, the page shows the busiest ones, and some of those that have least to do.
 MOST_BARS, MOST_TIMELINES = 32, 16
+LEAST_BUSY = 4
+# The timeline has about so many marks, at round times.
+MARKS = 8
 WIDTH, LEFT, HEIGHT = 700, 70, 18
 LANES = {"gather": 0, "orthogonalize": 1, "passes": 1, "scatter": 2, "relay": 2}
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 14px sans-serif; max-width: 66em; margin: 2em auto; color: #24292f }}
-svg {{ display: block }} text {{ font-size: 11px }} pre {{ overflow-x: auto }}
+svg {{ display: block }} text {{ font-size: 11px }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+.axis {{ stroke: #d0d7de }}
 .load, .orthogonalize {{ fill: #2f6fb5 }} .gather, .received {{ fill: #3d9a5f }}
 .scatter, .sent {{ fill: #d9822b }} .relay {{ fill: #a14fb0 }} .passes {{ fill: #9aa4af }} .mean {{ stroke: #cf222e }}
 </style></head><body>
@@ -36,11 +41,11 @@ svg {{ display: block }} text {{ font-size: 11px }} pre {{ overflow-x: auto }}
 <p>One optimizer step, simulated: {step} ms on {world} ranks, {matrices} matrices, prefetch_count {prefetch}.
 {shown}</p>
 <h2>Owners and loads</h2>
-<p>Newton-Schulz of each rank. The red line is the mean of all ranks.</p>
+<p>Newton-Schulz of each rank. The red line is the mean of all ranks. {idle}</p>
 {loads}
 <h2>Timeline of the step</h2>
 <p>Lanes of a rank: gather (green), Newton-Schulz (blue), passes over memory (gray), scatter (orange) and
-broadcasts to replicas (purple), from 0 to {step} ms. Point at a bar for its times.</p>
+broadcasts to replicas (purple), from 0 to {step} ms. Where a lane is white, it waits. Point at a bar for its times.</p>
 {timeline}
 <h2>Bytes by rank</h2>
 <p>Sent (orange) and received (green), with what a rank passes on.</p>
@@ -66,8 +71,7 @@ def write(
     busiest = np.argsort(-step.busy, kind="stable")
     shown = ""
     if world > MOST_BARS:
-        shown = f"The {MOST_BARS} busiest ranks are shown."
-    ranks = np.sort(busiest[:MOST_BARS])
+        shown = f"The {MOST_BARS - LEAST_BUSY} busiest ranks are shown, and the {LEAST_BUSY} ranks with least work."
     tables, _ = described(schedule, int(busiest[0]), options.prefetch)
     content = PAGE.format(
         title=escape(title),
@@ -76,13 +80,31 @@ def write(
         matrices=len(schedule.layouts),
         prefetch=options.prefetch,
         shown=shown,
-        loads=_loads(schedule, step, ranks),
-        timeline=_timeline(step, np.sort(busiest[:MOST_TIMELINES])),
-        traffic=_traffic(plan, ranks),
+        idle=_idle(step),
+        loads=_loads(schedule, step, _shown(busiest, MOST_BARS)),
+        timeline=_timeline(step, _shown(busiest, MOST_TIMELINES)),
+        traffic=_traffic(plan, _shown(busiest, MOST_BARS)),
         first=busiest[0],
         described=escape(tables),
     )
     path.write_text(content)
+
+
+def _shown(busiest: NDArray, most: int) -> NDArray:
+    """At most so many ranks of those in the order of their work: the first, and the last ones."""
+    if len(busiest) <= most:
+        return np.sort(busiest)
+    first, last = busiest[: most - LEAST_BUSY], busiest[-LEAST_BUSY:]
+    return np.sort(np.concatenate([first, last]))
+
+
+def _idle(step: Step) -> str:
+    """How many ranks orthogonalize nothing."""
+    count = int((step.busy == 0).sum())
+    if not count:
+        return "Each rank owns a matrix."
+    part = count / len(step.busy)
+    return f"{count:,} of {len(step.busy):,} ranks ({part:.0%}) own no matrix."
 
 
 def _loads(schedule: Schedule, step: Step, ranks: NDArray) -> str:
@@ -97,9 +119,35 @@ def _traffic(plan: Plan, ranks: NDArray) -> str:
     sent, received = link_bytes(plan).sum(1)
     words = []
     for sent_bytes, received_bytes in zip(sent, received, strict=True):
-        words.append(f"{sent_bytes / 1e6:.1f} MB, {received_bytes / 1e6:.1f} MB")
+        words.append(f"{_in_words(sent_bytes)}, {_in_words(received_bytes)}")
     series = [(sent, "sent"), (received, "received")]
     return _bars("traffic", ranks, series, words)
+
+
+def _in_words(nbytes: float) -> str:
+    if nbytes < 1e9:
+        return f"{nbytes / 1e6:.3g} MB"
+    return f"{nbytes / 1e9:.3g} GB"
+
+
+def _marks(milliseconds: float) -> list[float]:
+    """Round times from 0 to the end, about ``MARKS`` of them."""
+    rough = milliseconds / MARKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    return [distance * number for number in range(int(milliseconds / distance) + 1)]
+
+
+def _axis(step: Step, rows: int) -> list[str]:
+    """A line and a number at each of the marks, below the rows."""
+    parts = []
+    bottom = rows * HEIGHT
+    for mark in _marks(1e3 * step.seconds):
+        x = LEFT + WIDTH * mark / (1e3 * step.seconds)
+        parts.append(f'<path class="axis" d="M{x:.1f} 0V{bottom}"/>')
+        parts.append(_label(bottom, f"{mark:g}", x))
+    parts.append(_label(bottom, "ms", LEFT + WIDTH + 6))
+    return parts
 
 
 def _bars(
@@ -130,7 +178,7 @@ def _bars(
 
 def _timeline(step: Step, ranks: NDArray) -> str:
     lane_height = (HEIGHT - 3) / 3
-    parts = []
+    parts = _axis(step, len(ranks))
     for row, rank in enumerate(ranks):
         parts.append(_label(row * HEIGHT, f"rank {rank}"))
     for event in step.events:
@@ -144,7 +192,8 @@ def _timeline(step: Step, ranks: NDArray) -> str:
                 box = Box(x, lane_top, width, lane_height)
                 words = f"{milliseconds(begin)} to {milliseconds(end)} ms"
                 parts.append(_rect(event.kind, rank, box, f"{event.kind}: {words}"))
-    return _svg("timeline", len(ranks), parts)
+    # One more row for the axis.
+    return _svg("timeline", len(ranks) + 1, parts)
 
 
 class Box(NamedTuple):
