@@ -198,7 +198,7 @@ class MuonFormulas(NamedTuple):
         """
         present = [grad for grad in grads if grad is not None]
         # Torch has an error for gradients of another dtype.
-        is_alike = not present or present[0].dtype == bufs[0].dtype
+        is_alike = len(present) == 0 or present[0].dtype == bufs[0].dtype
         if is_alike and self.takes_kernels(bufs, present, targets):
             from ._muon_kernels import accumulate_and_blend
 
