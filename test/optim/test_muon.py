@@ -366,6 +366,55 @@ class TestMuonCore(MuonTestCase):
 CONFIGS = [None, create_dtensor_config(), create_auto_config()]
 
 
+class TestNamesOfOneAlgorithm(MuonTestCase):
+    """Upstream's proposal calls the quintic "standard". Ranks and checkpoints have one name."""
+
+    OTHER = {"ns_algorithm": "standard"}
+
+    def assert_quintic(self, *optimizers):
+        for optimizer in optimizers:
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                self.assertEqual(group["ns_algorithm"], "quintic")
+
+    def test_constructor_and_groups(self):
+        first, second, third = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+        optimizer = Muon([first], **self.OTHER)
+        optimizer.add_param_group({"params": [second]})
+        optimizer.add_param_group({"params": [third], **self.OTHER})
+        self.assert_quintic(optimizer)
+        self.assert_quintic(Muon([{"params": [first], **self.OTHER}]))
+
+    def test_checkpoints(self):
+        first, second = (Muon([nn.Parameter(torch.ones(2, 3))]) for _ in range(2))
+        saved = first.state_dict()
+        saved["param_groups"][0].update(self.OTHER)
+        second.load_state_dict(saved)
+        # A user may write into a group, and pickle the optimizer.
+        first.param_groups[0].update(self.OTHER)
+        first.defaults.update(self.OTHER)
+        self.assert_quintic(second, pickle.loads(pickle.dumps(first)))
+
+    def test_bits(self):
+        results = []
+        for options in ({}, self.OTHER):
+            generator = torch.Generator().manual_seed(3)
+            lists = [], [], []
+            for matrices, shape in itertools.product(lists, SHAPES):
+                matrices.append(make_matrix(shape, generator=generator))
+            ours.muon(*lists, **FUNCTIONAL, **options)
+            params, _, buffers = lists
+            results.append(params + buffers)
+        self.assert_same_bits(*results)
+
+        def rename(optimizer, step):
+            optimizer.param_groups[0].update(self.OTHER)
+
+        plain, *_ = self.run_steps(Muon, FEW_SHAPES)
+        self.assert_same_bits(plain, self.run_steps(Muon, FEW_SHAPES, **self.OTHER)[0])
+        renamed, *_ = self.run_steps(Muon, FEW_SHAPES, between=rename)
+        self.assert_same_bits(plain, renamed)
+
+
 class TestUpstreamInputs(TestCase):
     """The inputs of upstream's own tests of all optimizers."""
 
