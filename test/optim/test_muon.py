@@ -13,6 +13,7 @@ import itertools
 import pickle
 import sys
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -198,6 +199,31 @@ class TestStockParity(MuonTestCase):
                         param.grad = torch.ones_like(param)
                     each.step()
                 self.assert_same_bits(fresh, params)
+
+    def test_stock_resumes_without_the_options_that_it_does_not_know(self):
+        """Nothing says so: it takes a fused weight for one matrix, as a Muon without ``split``."""
+        _, _, optimizer = self.run_steps(Muon, [(6, 4)], lr=0.07)
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group.update({"split": (2, 4), "ns_algorithm": "gram", "fused": True})
+        results = []
+        for cls, split in ((stock().Muon, None), (Muon, None), (Muon, (2, 4))):
+            (param,) = optimizer.param_groups[0]["params"]
+            fresh = nn.Parameter(param.detach().clone())
+            restored = cls([fresh])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                restored.load_state_dict(copy.deepcopy(saved))
+                if cls is Muon:
+                    restored.param_groups[0].update(
+                        {"split": split, "ns_algorithm": "quintic"}
+                    )
+                fresh.grad = param.grad
+                restored.step()
+            results.append(fresh.detach())
+        by_stock, whole, in_parts = results
+        self.assertEqual(by_stock, whole, rtol=0, atol=0)
+        self.assertNotEqual(whole, in_parts)
 
     def test_signatures_begin_alike(self):
         options = {"distributed_config", "allow_batched_matrices", "options"}
