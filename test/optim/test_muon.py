@@ -7,6 +7,7 @@ bit by bit.
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import itertools
@@ -409,6 +410,18 @@ class TestNamesOfOneAlgorithm(MuonTestCase):
         optimizer.add_param_group({"params": [third], **self.OTHER})
         self.assert_quintic(optimizer)
         self.assert_quintic(Muon([{"params": [first], **self.OTHER}]))
+
+    def test_enum_of_strings(self):
+        """The proposal has one. Checkpoints keep plain strings."""
+
+        class Algorithm(str, enum.Enum):
+            STANDARD = "standard"
+            GRAM = "gram"
+
+        param = nn.Parameter(torch.ones(2, 3))
+        self.assert_quintic(Muon([param], ns_algorithm=Algorithm.STANDARD))
+        (group,) = Muon([param], ns_algorithm=Algorithm.GRAM).param_groups
+        self.assertEqual(repr(group["ns_algorithm"]), "'gram'")
 
     def test_checkpoints(self):
         first, second = (Muon([nn.Parameter(torch.ones(2, 3))]) for _ in range(2))

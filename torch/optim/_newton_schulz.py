@@ -75,7 +75,10 @@ def stored_ns_algorithm(ns_algorithm: Any) -> Any:
     # An invalid option of another type may have no hash. check_ns_algorithm() refuses it.
     if not isinstance(ns_algorithm, str):
         return ns_algorithm
-    return OTHER_NAMES.get(ns_algorithm, ns_algorithm)
+    # The proposal has an Enum of strings. Its members have other hashes than their values, and
+    # torch.load() with weights_only would refuse them.
+    name = str.__str__(ns_algorithm)
+    return OTHER_NAMES.get(name, name)
 
 
 def coefficients_of_steps(
