@@ -97,6 +97,10 @@ class TestMuonMistakes(MistakesTestCase):
         twins.step()
         if self.rank == 1:
             twins.optimizer.param_groups[0]["ns_algorithm"] = "standard"
+        twins.step()
+        # The engine is built again, and checks all groups.
+        added = parameter(Spec((6, 6), mesh_of(4), (S0,)), 9)
+        twins.optimizer.add_param_group({"params": [added]})
         self.assertTrainsAlike(twins)
 
     def test_invalid_option_of_one_rank(self):
