@@ -41,8 +41,11 @@ CHECKED = ["FSDP2", "HSDP", "TP", "FSDP1", "shards", "DDP", "checkpoints"]
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """An environment whose torch has links to the files of this one, but no overlay."""
-    place = tmp_path_factory.mktemp("package")
+    return make_environment(wheel, tmp_path_factory.mktemp("package"))
+
+
+def make_environment(wheel, place):
+    """An environment with the package. Its torch has links to the files of ``wheel``, but no overlay."""
     venv.create(place / "venv", symlinks=True)
     python = place / "venv/bin/python"
     site = next((place / "venv/lib").glob("python*/site-packages"))
