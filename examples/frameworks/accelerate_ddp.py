@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from installed_muon import create_auto_config, Muon, partition_named_parameters
 from tiny import llama
-from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_named_parameters
+from torch.optim import AdamW
 
 
 def main(folder: Path) -> None:

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from installed_muon import create_auto_config, Muon, partition_named_parameters
 from lightning.fabric import Fabric
 from tiny import Encoder
-from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_named_parameters
+from torch.optim import AdamW
 
 
 def main(folder: Path) -> None:

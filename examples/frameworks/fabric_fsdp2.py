@@ -13,13 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from installed_muon import Muon, partition_named_parameters
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from tiny import Encoder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters
+from torch.optim import AdamW
 
 
 def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:

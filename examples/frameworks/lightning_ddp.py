@@ -10,10 +10,10 @@ from pathlib import Path
 
 import lightning
 import torch
+from installed_muon import create_auto_config, Muon, partition_named_parameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import Encoder
-from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_named_parameters
+from torch.optim import AdamW
 
 
 class Module(lightning.LightningModule):

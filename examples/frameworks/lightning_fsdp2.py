@@ -13,12 +13,12 @@ from pathlib import Path
 
 import lightning
 import torch
+from installed_muon import Muon, partition_named_parameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tiny import Encoder
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters
+from torch.optim import AdamW
 
 
 class Module(lightning.LightningModule):

@@ -8,11 +8,11 @@ instead of whole experts, so that all ranks take part in the exchange and own ma
 
 import torch
 import torch.distributed as dist
+from installed_muon import Muon, partition_named_parameters, split_of
 from tiny import moe
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters, split_of
+from torch.optim import AdamW
 
 
 def rows_of_experts(param: torch.nn.Parameter) -> Shard | None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from combined import Combined
 from datasets import Dataset
+from installed_muon import create_auto_config, Muon, partition_named_parameters
 from peft import LoraConfig
 from tiny import llama, tokenizer
-from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_named_parameters
+from torch.optim import AdamW
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 

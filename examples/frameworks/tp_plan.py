@@ -7,8 +7,8 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters
+from installed_muon import Muon, partition_named_parameters
+from torch.optim import AdamW
 from tiny import llama
 from transformers import AutoModelForCausalLM
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from combined import Combined
+from installed_muon import create_auto_config, Muon, partition_named_parameters
 from tiny import llama
-from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_named_parameters
+from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 

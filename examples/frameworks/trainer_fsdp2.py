@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from combined import Combined
+from installed_muon import Muon, partition_named_parameters
 from tiny import llama
-from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters
+from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 

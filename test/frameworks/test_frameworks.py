@@ -5,15 +5,20 @@
 
 import copy
 import importlib.util
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from overlay.conftest import run
 from overlay.example_runs import run_example
 from overlay.test_docs import programs
+from overlay.test_package import make_environment
 from tools.overlay import env
 from tools.overlay.payload import ROOT
+from tools.overlay.wheel import find_wheel
 
 
 torch = pytest.importorskip("torch")
@@ -111,6 +116,26 @@ def test_recipe_goes_on_from_its_checkpoint(
     copy_all(whole / first, broken / resumed)
     assert_checked(start(script, broken, **options), matrices, steps=left)
     assert weights_in(broken / last) == expected
+
+
+@needs("accelerate", "transformers")
+def test_recipe_takes_the_package_where_torch_is_not_patched(tmp_path):
+    without_patch = make_environment(find_wheel(sys.executable), tmp_path)
+    find = "import torch.optim.muon"
+    assert "No module" in run(without_patch, "-c", find, check=False).err
+    dropped = ("PYTHONPATH", "COVERAGE_PROCESS_CONFIG")
+    environ = {name: text for name, text in os.environ.items() if name not in dropped}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    words.append(RECIPES / "accelerate_ddp.py")
+    weights = []
+    for number, python in enumerate((sys.executable, without_patch)):
+        folder = tmp_path / f"checkpoints{number}"
+        options = {"cwd": tmp_path, "env": environ, "timeout": 300}
+        done = run(python, *words, folder, **options)
+        assert len(re.findall("step .*loss", done.out)) == STEPS
+        weights.append(weights_in(folder / str(STEPS)))
+    assert weights[0] and weights[0] == weights[1]
 
 
 @needs("accelerate", "transformers")

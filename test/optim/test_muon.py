@@ -7,12 +7,14 @@ bit by bit.
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 import itertools
 import pickle
 import sys
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -199,6 +201,31 @@ class TestStockParity(MuonTestCase):
                     each.step()
                 self.assert_same_bits(fresh, params)
 
+    def test_stock_resumes_without_the_options_that_it_does_not_know(self):
+        """Nothing says so: it takes a fused weight for one matrix, as a Muon without ``split``."""
+        _, _, optimizer = self.run_steps(Muon, [(6, 4)], lr=0.07)
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group.update({"split": (2, 4), "ns_algorithm": "gram", "fused": True})
+        results = []
+        for cls, split in ((stock().Muon, None), (Muon, None), (Muon, (2, 4))):
+            (param,) = optimizer.param_groups[0]["params"]
+            fresh = nn.Parameter(param.detach().clone())
+            restored = cls([fresh])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                restored.load_state_dict(copy.deepcopy(saved))
+                if cls is Muon:
+                    restored.param_groups[0].update(
+                        {"split": split, "ns_algorithm": "quintic"}
+                    )
+                fresh.grad = param.grad
+                restored.step()
+            results.append(fresh.detach())
+        by_stock, whole, in_parts = results
+        self.assertEqual(by_stock, whole, rtol=0, atol=0)
+        self.assertNotEqual(whole, in_parts)
+
     def test_signatures_begin_alike(self):
         options = {"distributed_config", "allow_batched_matrices", "options"}
         options |= NEW_FLAGS
@@ -364,6 +391,67 @@ class TestMuonCore(MuonTestCase):
 
 
 CONFIGS = [None, create_dtensor_config(), create_auto_config()]
+
+
+class TestNamesOfOneAlgorithm(MuonTestCase):
+    """Upstream's proposal calls the quintic "standard". Ranks and checkpoints have one name."""
+
+    OTHER = {"ns_algorithm": "standard"}
+
+    def assert_quintic(self, *optimizers):
+        for optimizer in optimizers:
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                self.assertEqual(group["ns_algorithm"], "quintic")
+
+    def test_constructor_and_groups(self):
+        first, second, third = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
+        optimizer = Muon([first], **self.OTHER)
+        optimizer.add_param_group({"params": [second]})
+        optimizer.add_param_group({"params": [third], **self.OTHER})
+        self.assert_quintic(optimizer)
+        self.assert_quintic(Muon([{"params": [first], **self.OTHER}]))
+
+    def test_enum_of_strings(self):
+        """The proposal has one. Checkpoints keep plain strings."""
+
+        class Algorithm(str, enum.Enum):
+            STANDARD = "standard"
+            GRAM = "gram"
+
+        param = nn.Parameter(torch.ones(2, 3))
+        self.assert_quintic(Muon([param], ns_algorithm=Algorithm.STANDARD))
+        (group,) = Muon([param], ns_algorithm=Algorithm.GRAM).param_groups
+        self.assertEqual(repr(group["ns_algorithm"]), "'gram'")
+
+    def test_checkpoints(self):
+        first, second = (Muon([nn.Parameter(torch.ones(2, 3))]) for _ in range(2))
+        saved = first.state_dict()
+        saved["param_groups"][0].update(self.OTHER)
+        second.load_state_dict(saved)
+        # A user may write into a group, and pickle the optimizer.
+        first.param_groups[0].update(self.OTHER)
+        first.defaults.update(self.OTHER)
+        self.assert_quintic(second, pickle.loads(pickle.dumps(first)))
+
+    def test_bits(self):
+        results = []
+        for options in ({}, self.OTHER):
+            generator = torch.Generator().manual_seed(3)
+            lists = [], [], []
+            for matrices, shape in itertools.product(lists, SHAPES):
+                matrices.append(make_matrix(shape, generator=generator))
+            ours.muon(*lists, **FUNCTIONAL, **options)
+            params, _, buffers = lists
+            results.append(params + buffers)
+        self.assert_same_bits(*results)
+
+        def rename(optimizer, step):
+            optimizer.param_groups[0].update(self.OTHER)
+
+        plain, *_ = self.run_steps(Muon, FEW_SHAPES)
+        self.assert_same_bits(plain, self.run_steps(Muon, FEW_SHAPES, **self.OTHER)[0])
+        renamed, *_ = self.run_steps(Muon, FEW_SHAPES, between=rename)
+        self.assert_same_bits(plain, renamed)
 
 
 class TestUpstreamInputs(TestCase):

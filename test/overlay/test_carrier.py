@@ -6,7 +6,7 @@ import shutil
 import pytest
 from overlay.conftest import append, BASE, branch, C10D, commit_all, everything, fails
 from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, replace
-from overlay.conftest import run
+from overlay.conftest import run, write_record
 from overlay.conftest import SUBJECTS, tree_of
 from tools.overlay import payload, taken
 from tools.overlay.payload import ROOT
@@ -228,13 +228,18 @@ def test_flags_have_a_way_out(checkout, on, flag, edited):
         assert (checkout / MUON).read_text().endswith("# mine\n")
 
 
+@pytest.mark.parametrize("step", ["rebase", "merge"])
 @pytest.mark.parametrize("version", ["2.13.0a0", "2.16.0a0"])
-def test_rebase_that_took_the_overlays_side(checkout, on, face, version):
+def test_new_base_where_the_overlays_side_was_taken(checkout, on, face, version, step):
     """Upstream's new lines were gone, and nothing said so."""
     on("apply", "--commit")
     texts = {MUON: OTHER, "version.txt": f"{version}\n"}
     branch(checkout, "newer", texts, BASE)
-    git(checkout, "rebase", "-q", "-X", "theirs", "newer", "main")
+    if step == "rebase":
+        git(checkout, "rebase", "-q", "-X", "theirs", "newer", "main")
+    else:
+        git(checkout, "switch", "-q", "main")
+        git(checkout, "merge", "-q", "-X", "ours", "-m", "newer", "newer")
     assert (checkout / MUON).read_bytes() == (ROOT / MUON).read_bytes()
     words = [f"{MUON} there is of no release"]
     if version == "2.16.0a0":
@@ -242,6 +247,19 @@ def test_rebase_that_took_the_overlays_side(checkout, on, face, version):
     done = fails(face("apply", "--checkout", checkout), 0, *words)
     assert "nothing to do" in done.out
     assert words[0] in on("status")
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0a0+git1234"])
+def test_installed_torch_with_lines_of_its_own(make_installed, face, version):
+    python = make_installed(version)
+    site = python.parent / "site-packages"
+    append(site / MUON, "# a vendor's fix\n")
+    rels = ("torch/__init__.py", "torch/version.py", "torch/optim/__init__.py", MUON)
+    write_record(site, rels)
+    words = f"{MUON} there is of no release"
+    for said in ("applied to", "nothing to do"):
+        done = fails(face("apply", "--python", python), 0, words)
+        assert said in done.out
 
 
 def test_empty_mail_is_refused(checkout, on, tmp_path):

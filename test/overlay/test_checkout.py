@@ -363,10 +363,17 @@ def test_export_and_git_am_give_the_same_tree(
     out = tmp_path / "one"
     on("export", "--out", out, where=second)
     assert len(list(out.iterdir())) == 1
+    for mail in [*out.iterdir(), *(tmp_path / "a series").iterdir()]:
+        assert "Muon-Overlay" not in mail.read_text()
     assert not (checkout / "elsewhere").exists()
     on("revert", "--commit", where=second)
+    assert tree_of(second) == tree_of(small)
     am(second, out)
     assert tree_of(second) == expected
+    assert state(second) == "current"
+    on("revert", where=second)
+    assert tree_of(second) == tree_of(small)
+    git(second, "reset", "-q", "--hard", "HEAD~1")
     assert git(second, "log", "-1", "--format=%s") == patches.SUBJECT
 
 

@@ -279,6 +279,17 @@ def quoted_errors(page, end):
     return [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
 
 
+def test_rfc_quotes_the_page_of_the_h100():
+    def figures(document, start, end):
+        section = (ROOT / document).read_text().split(start)[1].split(end)[0]
+        return {*re.findall(r"(?<![\w.,])\d[\d.,]*(?<![.,])", section)}
+
+    measured = figures("docs/performance.md", "### On one H100", "\n## ")
+    quoted = figures("CONTRIBUTING.md", "**On one H100**", "**The stack**")
+    assert len(quoted) > 15
+    assert quoted <= measured
+
+
 @pytest.mark.parametrize(
     ("page", "end", "source", "least"),
     [

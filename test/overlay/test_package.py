@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from overlay.conftest import append, commit_all, fails, OWN, run
-from overlay.test_docs import PROGRAMS
+from overlay.test_docs import blocks_of, PROGRAMS
+from packaging.metadata import Metadata
 from tools.overlay import package
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
@@ -18,7 +19,7 @@ from tools.overlay.wheel import find_wheel, record_hash
 README = [program for program in PROGRAMS if program.name.startswith("README")]
 # Without Muon, too, gloo sometimes aborts a process whose interpreter ends by itself.
 END = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
-COMBINED = package._COMBINED
+COMBINED, DESCRIPTION = package._COMBINED, package._DESCRIPTION
 # As a trainer uses the only optimizer that it takes.
 AS_ONE = """
 import torch
@@ -40,8 +41,11 @@ CHECKED = ["FSDP2", "HSDP", "TP", "FSDP1", "shards", "DDP", "checkpoints"]
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """An environment whose torch has links to the files of this one, but no overlay."""
-    place = tmp_path_factory.mktemp("package")
+    return make_environment(wheel, tmp_path_factory.mktemp("package"))
+
+
+def make_environment(wheel, place):
+    """An environment with the package. Its torch has links to the files of ``wheel``, but no overlay."""
     venv.create(place / "venv", symlinks=True)
     python = place / "venv/bin/python"
     site = next((place / "venv/lib").glob("python*/site-packages"))
@@ -90,12 +94,61 @@ def test_muon_and_adamw_as_one(torchrun):
     assert torchrun(AS_ONE, 1) == "True True True True\n"
 
 
+@pytest.mark.slow
+def test_description(torchrun):
+    (program,) = (
+        block.text
+        for block in blocks_of(ROOT / DESCRIPTION)
+        if block.language == "python"
+    )
+    assert torchrun(program, 2).count("owner: parameters") == 2
+
+
+def commit_package(ours):
+    """Commit all that the package is made of; the commit."""
+    for name in ("LICENSE", COMBINED):
+        (ours / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, ours / name)
+    return commit_all(ours)
+
+
+def test_what_an_index_and_its_readers_need(tmp_path, ours):
+    """The version had a local part, which no index takes, and the page would have been empty."""
+    commit = commit_package(ours)
+    with zipfile.ZipFile(package.write(ours, tmp_path)) as wheel:
+        texts = {name: wheel.read(name).decode() for name in wheel.namelist()}
+    (info,) = (name.rpartition("/")[0] for name in texts if name.endswith("/METADATA"))
+    # It raises an error for fields that no index takes.
+    metadata = Metadata.from_email(texts[f"{info}/METADATA"])
+    assert metadata.version.local is None
+    assert metadata.version.release[0] >= 2026
+    (line,) = re.findall(
+        r'(?m)^__version__ = "(.+)"$', texts[f"{package.NAME}/__init__.py"]
+    )
+    assert line == str(metadata.version)
+    assert metadata.license_expression == "BSD-3-Clause"
+    (licence,) = metadata.license_files
+    assert texts[f"{info}/licenses/{licence}"] == (ROOT / "LICENSE").read_text()
+    description = (ROOT / DESCRIPTION).read_text()
+    assert metadata.description.startswith(description)
+    assert commit in metadata.description
+    assert metadata.description_content_type == "text/markdown"
+    for link in re.findall(r"\]\(([^)]+)\)", description):
+        assert link.startswith("https://")  # an index has no other files
+    assert metadata.requires_python.contains("3.10")
+    pythons = [name for name in metadata.classifiers if "Python :: 3." in name]
+    assert [name.rpartition(".")[2] for name in pythons] == [
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+    ]
+
+
 def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
     """One commit gives the same bytes everywhere, an edit another name."""
-    (ours / COMBINED).parent.mkdir(parents=True)
-    for name in ("LICENSE", COMBINED):
-        shutil.copyfile(ROOT / name, ours / name)
-    commit = commit_all(ours)
+    commit = commit_package(ours)
     out, texts = tmp_path / "some/folder", set()
     assert "would write" in face("wheel", "--out", out, "--dry-run", root=ours).out
     assert not out.exists()
@@ -104,7 +157,7 @@ def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
         (place,) = out.iterdir()
         texts.add(place.read_bytes())
     assert len(texts) == 1
-    assert place.name.endswith(f"+g{commit[:12]}-py3-none-any.whl")
+    assert re.fullmatch(r"distributed_muon-[\d.]+-py3-none-any\.whl", place.name)
     with zipfile.ZipFile(place) as wheel:
         (record,) = (n for n in wheel.namelist() if n.endswith("/RECORD"))
         rows = wheel.read(record).decode().splitlines()
@@ -115,13 +168,13 @@ def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
     assert b'"Muon",' in found["distributed_muon/__init__.py"]
     for name, text in found.items():
         stays = rb"torch\.optim(\.| import .*\b)(_?muon|_newton|Muon)"
-        assert not re.search(stays, text), name
-    for name in (OWN, COMBINED):
+        assert not name.endswith(".py") or not re.search(stays, text), name
+    for name in (OWN, COMBINED, DESCRIPTION, "tools/overlay/package.py"):
         before = (ours / name).read_bytes()
         append(ours / name, "# an edit\n")
         assert face("wheel", "--out", out / name, root=ours).code == 0
         (place,) = (out / name).iterdir()
-        assert place.name.endswith(".dirty-py3-none-any.whl")
+        assert place.name.endswith(f"+g{commit[:12]}.dirty-py3-none-any.whl")
         (ours / name).write_bytes(before)
     shutil.rmtree(ours / ".git")
     fails(face("wheel", "--out", out, root=ours), 2, "no commit to name the wheel")

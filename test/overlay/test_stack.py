@@ -45,6 +45,27 @@ def test_each_file_has_its_last_form_in_one_commit(commits):
         assert fnmatch.filter(files, pattern), pattern
 
 
+def test_rfc_describes_the_stack(commits):
+    """It had ten commits for eleven, and a third of the lines of Newton-Schulz."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (number,) = re.findall(r"\*\*The stack\*\* has (\d+) commits", page)
+    assert int(number) == len(commits)
+    rows = re.findall(r"(?m)^\| (\d+) \| .+ \| ([\w, ]+) \| ([\w, ]+) \|$", page)
+    assert [int(row[0]) for row in rows] == [*range(1, len(commits) + 1)]
+    ours, seen = payload.discover(ROOT), set()
+    for (number, *figures), (_, texts) in zip(rows, commits, strict=True):
+        counted = [0, 0]
+        for rel, text in texts.items():
+            # An earlier commit changes the stock file.
+            if rel in ours and text == (ROOT / rel).read_bytes():
+                seen.add(rel)
+                counted["test" in rel] += text.count(b"\n")
+        for figure, lines in zip(figures, counted):
+            said = 0 if figure == "a hunk" else int(figure.replace(",", ""))
+            assert abs(said - lines) <= max(100, lines // 10), (number, lines)
+    assert seen == {*ours}
+
+
 @pytest.mark.slow
 def test_commits_below_the_optimizer_pass_their_tests(commits, tmp_path):
     """Only the last commits have the optimizer as the other tests know it."""

@@ -112,7 +112,7 @@ class Checkout(Target):
         if tree.resolve("HEAD") == base:
             texts = {r: t for r, t in report.changes.items() if t is not None}
             commits = [*patches.commits(source, plan.stock, texts)]
-        head = tree.build("HEAD", commits, source.name)
+        head = tree.build("HEAD", commits, source.name or "unknown")
         self._move(report, head, plan)
 
     def _dropping(self) -> str:
@@ -268,7 +268,7 @@ class Checkout(Target):
         out.mkdir(parents=True, exist_ok=True)
         # Away from every setting of the user, and from a repository that may only be read.
         with tree.scratch_objects() as env, git.scratch() as scratch:
-            tip = tree.build(base, commits, plan.source.name, env=env)
+            tip = tree.build(base, commits, None, env=env)
             kind = f"--object-format={git.object_format(base)}"
             git.git(scratch, "init", "-q", "--bare", kind, env=git.ALONE)
             command = ("format-patch", "--no-renames", "--full-index", "--binary")

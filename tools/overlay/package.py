@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from . import files, git, payload, versions
 from .errors import WrongTarget
@@ -21,14 +22,39 @@ NAME = "distributed_muon"
 _HOME = "torch/optim/"
 _COMBINED = "examples/frameworks/combined.py"
 _EXPORTS = "__all__ = ["
+_DESCRIPTION = "tools/overlay/package.md"
+# A change of these, too, makes another package.
+_OTHERS = (_COMBINED, _DESCRIPTION, "LICENSE", "tools/overlay/package.py")
+_CLASSIFIERS = (
+    "Development Status :: 4 - Beta",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: Python :: 3.10",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Programming Language :: Python :: 3.14",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+)
+# The version that has a name of SPDX for the licence, and says where its file is.
 _METADATA = """\
-Metadata-Version: 2.1
+Metadata-Version: 2.4
 Name: distributed-muon
 Version: {version}
 Summary: Muon for FSDP, DDP and tensor parallelism
-License: BSD-3-Clause
+Author: the Distributed Muon for PyTorch authors
+License-Expression: BSD-3-Clause
+License-File: LICENSE
+{classifiers}
 Requires-Python: >=3.10
 Requires-Dist: torch>={oldest},<{after}
+Description-Content-Type: text/markdown
+
+{description}
+Built from commit {commit}.
 """
 _WHEEL = """\
 Wheel-Version: 1.0
@@ -53,22 +79,32 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 
-def write(root: Path, out: Path, *, dry: bool = False) -> Path:
-    """Write the wheel there. One commit gives the same bytes everywhere."""
-    source = payload.read(root)
-    payload.refuse_markers(source)
-    if source.name is None:
-        raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
-    commit = source.name.removesuffix(payload.DIRTY)
-    when = time.gmtime(int(git.text(root, "show", "-s", "--format=%ct", commit)))
-    numbers = *when[:3], when.tm_hour * 100 + when.tm_min
-    others = git.text(root, "status", "--porcelain", "--", _COMBINED, "LICENSE")
-    dirty = ".dirty" * (commit != source.name or bool(others))
-    version = f"{'.'.join(map(str, numbers))}+g{commit[:12]}{dirty}"
-    texts = {
-        f"{NAME}/py.typed": b"",
-        f"{NAME}/combined.py": (root / _COMBINED).read_bytes(),
-    }
+class _Build(NamedTuple):
+    """What names a package: a commit of this repository, and whether files differ from it."""
+
+    commit: str
+    when: time.struct_time
+    is_dirty: bool
+
+    @classmethod
+    def of(cls, root: Path, name: str) -> "_Build":
+        commit = name.removesuffix(payload.DIRTY)
+        seconds = git.text(root, "show", "-s", "--format=%ct", commit)
+        others = git.text(root, "status", "--porcelain", "--", *_OTHERS)
+        return cls(commit, time.gmtime(int(seconds)), commit != name or bool(others))
+
+    @property
+    def version(self) -> str:
+        """The time of the commit. Only files that differ add a local part, which no index takes."""
+        when = self.when
+        time_of_day = when.tm_hour * 10000 + when.tm_min * 100 + when.tm_sec
+        release = f"{when.tm_year}.{when.tm_mon}.{when.tm_mday}.{time_of_day}"
+        return release + f"+g{self.commit[:12]}.dirty" * self.is_dirty
+
+
+def _modules(source: payload.Source, version: str) -> dict[str, bytes]:
+    """The modules of ``torch.optim`` under the package's names."""
+    texts = {}
     ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
     private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
     for place, rel in ours.items():
@@ -76,15 +112,37 @@ def write(root: Path, out: Path, *, dry: bool = False) -> Path:
         if place == "muon.py":
             place = "__init__.py"
             # Type checkers take no other name for exported.
-            text = text.replace(_EXPORTS, f'{_EXPORTS}\n    "Muon",', 1)
+            exports = f'__version__ = "{version}"\n\n{_EXPORTS}\n    "Muon",'
+            text = text.replace(_EXPORTS, exports, 1)
         texts[f"{NAME}/{place}"] = text.encode()
-    info = f"{NAME}-{version}.dist-info"
-    after = f"{versions.NEWEST[0]}.{versions.NEWEST[1] + 1}"
-    oldest = ".".join(map(str, versions.OLDEST))
-    metadata = _METADATA.format(version=version, oldest=oldest, after=after)
-    texts |= {
-        f"{info}/LICENSE": (root / "LICENSE").read_bytes(),
-        f"{info}/METADATA": metadata.encode(),
+    return texts
+
+
+def _metadata(root: Path, build: _Build) -> str:
+    return _METADATA.format(
+        version=build.version,
+        classifiers="\n".join(f"Classifier: {name}" for name in _CLASSIFIERS),
+        oldest=".".join(map(str, versions.OLDEST)),
+        after=f"{versions.NEWEST[0]}.{versions.NEWEST[1] + 1}",
+        description=(root / _DESCRIPTION).read_text(),
+        commit=build.commit + " with changes" * build.is_dirty,
+    )
+
+
+def write(root: Path, out: Path, *, dry: bool = False) -> Path:
+    """Write the wheel there. One commit gives the same bytes everywhere."""
+    source = payload.read(root)
+    payload.refuse_markers(source)
+    if source.name is None:
+        raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
+    build = _Build.of(root, source.name)
+    info = f"{NAME}-{build.version}.dist-info"
+    texts = {
+        f"{NAME}/py.typed": b"",
+        f"{NAME}/combined.py": (root / _COMBINED).read_bytes(),
+        **_modules(source, build.version),
+        f"{info}/licenses/LICENSE": (root / "LICENSE").read_bytes(),
+        f"{info}/METADATA": _metadata(root, build).encode(),
         f"{info}/WHEEL": _WHEEL.encode(),
     }
     rows = [f"{rel},{record_hash(text)},{len(text)}\n" for rel, text in texts.items()]
@@ -93,10 +151,10 @@ def write(root: Path, out: Path, *, dry: bool = False) -> Path:
     # Not compressed: each zlib has its own bytes.
     with zipfile.ZipFile(packed, "w") as wheel:
         for rel, text in texts.items():
-            entry = zipfile.ZipInfo(rel, when[:6])
+            entry = zipfile.ZipInfo(rel, build.when[:6])
             entry.create_system, entry.external_attr = 3, 0o100644 << 16  # Unix
             wheel.writestr(entry, text)
-    place = out / f"{NAME}-{version}-py3-none-any.whl"
+    place = out / f"{NAME}-{build.version}-py3-none-any.whl"
     if not dry:
         files.write({place: packed.getvalue()}, root / "LICENSE", out)
     return place

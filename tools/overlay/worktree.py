@@ -16,7 +16,8 @@ from .errors import Refused, WorkFailed, WrongTarget
 # whose parent is HEAD before it, and HEAD after it. An ended step is replaced by its first
 # parent: a deletion locks all packed refs, and a killed git leaves the lock.
 STEP = "refs/worktree/muon/step"
-# Each commit of this tool has this trailer, with the name of the overlay.
+# Each commit of this tool on a branch has this trailer, with the name of the overlay. Mails are
+# for others, to whom it says nothing.
 TRAILER = "Muon-Overlay"
 REPLACED = "torch/optim/_muon.py"
 # git's own unfinished work, by the file that says so.
@@ -153,14 +154,16 @@ class Worktree:
         self,
         parent: str,
         commits: list[tuple[str, files.Texts]],
-        name: str | None,
+        trailer: str | None,
         *,
         env: dict[str, str] | None = None,
     ) -> str:
         """The newest of those commits (message, texts); only objects are written."""
         env = env or {}
         for words, texts in commits:
-            words = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n"
+            words = f"{words.strip()}\n"
+            if trailer is not None:
+                words += f"\n{TRAILER}: {trailer}\n"
             tree = self._tree(parent, texts, env)
             parent = self._commit(tree, [parent], words, env=env)
         return parent

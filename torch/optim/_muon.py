@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import _muon_checks as checks
 from ._muon_formulas import _adjust_lr, in_order_of, MuonFormulas  # noqa: F401
-from ._muon_split import Split
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
     Coefficients,
@@ -114,7 +113,8 @@ class Muon(Optimizer):
             Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
             have four products with the long side instead of ten. "symmetric" computes only the upper
             blocks of the symmetric products. On CPUs where this has the same bits, "quintic" does so,
-            too. On CUDA, the products of "gram" and "symmetric" are kernels in Triton, in float16
+            too. On CUDA, the products of "gram" and "symmetric" are kernels in Triton, in float16. "standard"
+            is another name of "quintic", which parameter groups and checkpoints then have
             (default: "quintic")
         fused (bool, optional): whether kernels in Triton take gradients into momentum and make what is
             orthogonalized in one pass, and apply updates in another. Not with ``foreach=True``. Without
@@ -178,6 +178,7 @@ class Muon(Optimizer):
             "ns_algorithm": ns_algorithm,
             "fused": fused,
         }
+        MuonFormulas.normalize(defaults)
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = checks.checked_config(distributed_config)
         if self._distributed_config is None:
@@ -267,7 +268,7 @@ class Muon(Optimizer):
         for group in (self.defaults, *self.param_groups):
             for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
-            group["split"] = Split.of(group["split"]).option
+            MuonFormulas.normalize(group)
         # A checkpoint may be from channels_last parameters, and these not, or the reverse.
         for group in self.param_groups:
             for p in group["params"] if group["flatten"] else ():
@@ -303,9 +304,7 @@ class Muon(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["split"] is not None:
-            # Checkpoints compare spellings, and write into dicts, which may be the user's.
-            group["split"] = Split.of(group["split"]).option
+        MuonFormulas.normalize(group)
         try:
             if self._distributed_config is None:
                 problem = checks.find_problem(self, len(self.param_groups) - 1)

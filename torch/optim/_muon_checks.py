@@ -11,7 +11,11 @@ from torch import Tensor
 
 from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas, problem_with_flatten
-from ._newton_schulz import check_ns_algorithm, check_ns_steps
+from ._newton_schulz import (
+    check_ns_algorithm,
+    check_ns_steps,
+    stored_ns_algorithm,
+)
 
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
@@ -97,7 +101,8 @@ def check_options(options: dict[str, Any]) -> None:
             f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
         )
     check_ns_steps(options["ns_steps"])
-    check_ns_algorithm(options["ns_algorithm"])
+    # A user may have written another name into a group since.
+    check_ns_algorithm(stored_ns_algorithm(options["ns_algorithm"]))
     if options["fused"] and options["foreach"]:
         raise ValueError("fused=True and foreach=True exclude each other; pass one")
 

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from ._muon_split import Split
-from ._newton_schulz import as_tuples, check_newton_schulz, newton_schulz, NS_DTYPE
+from ._newton_schulz import (
+    as_tuples,
+    check_newton_schulz,
+    newton_schulz,
+    NS_DTYPE,
+    stored_ns_algorithm,
+)
 from .optimizer import _to_scalar
 
 
@@ -113,7 +119,15 @@ class MuonFormulas(NamedTuple):
         split = values["split"]
         values["split"] = _WHOLE if split is None else Split.of(split)
         values["flatten"] = bool(values["flatten"])
+        values["ns_algorithm"] = stored_ns_algorithm(values["ns_algorithm"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
+
+    @staticmethod
+    def normalize(group: MutableMapping[str, Any]) -> None:
+        """Gives each option of a parameter group, or of the defaults, the one spelling that checkpoints have."""
+        # A dict may be the user's, and checkpoints write into it.
+        group["split"] = Split.of(group["split"]).option
+        group["ns_algorithm"] = stored_ns_algorithm(group["ns_algorithm"])
 
     @classmethod
     def required_options(cls) -> set[str]:

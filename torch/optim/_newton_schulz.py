@@ -24,6 +24,8 @@ DEFAULT_NS_STEPS = 5
 # is sent gives the same bits as rounding it after it has arrived.
 NS_DTYPE = torch.bfloat16
 NS_ALGORITHMS = ("quintic", "gram", "symmetric")
+# Other names of these algorithms: the name of the quintic in upstream's proposal (#187132).
+OTHER_NAMES = {"standard": "quintic"}
 # With fewer rows and columns, the quintic always takes torch's own products.
 MIN_SYMMETRIC = 512
 
@@ -66,6 +68,17 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         raise ValueError(
             f"ns_algorithm must be one of {NS_ALGORITHMS} but is {ns_algorithm!r}"
         )
+
+
+def stored_ns_algorithm(ns_algorithm: Any) -> Any:
+    """The name that parameter groups store, so that ranks and checkpoints agree on it."""
+    # An invalid option of another type may have no hash. check_ns_algorithm() refuses it.
+    if not isinstance(ns_algorithm, str):
+        return ns_algorithm
+    # The proposal has an Enum of strings. Its members have other hashes than their values, and
+    # torch.load() with weights_only would refuse them.
+    name = str.__str__(ns_algorithm)
+    return OTHER_NAMES.get(name, name)
 
 
 def coefficients_of_steps(

@@ -90,6 +90,19 @@ class TestMuonMistakes(MistakesTestCase):
         build = functools.partial(Muon, groups, distributed_config=config)
         self.assertRaisesEverywhere(build, ValueError, "parameter 1 .*lr is 0.1 on")
 
+    def test_two_names_of_one_algorithm(self):
+        """They are no different options, neither when ranks build Muon nor in a step."""
+        name = "standard" if self.rank == 2 else "quintic"
+        twins = Twins(self.placed(), ns_algorithm=name)
+        twins.step()
+        if self.rank == 1:
+            twins.optimizer.param_groups[0]["ns_algorithm"] = "standard"
+        twins.step()
+        # The engine is built again, and checks all groups.
+        added = parameter(Spec((6, 6), mesh_of(4), (S0,)), 9)
+        twins.optimizer.add_param_group({"params": [added]})
+        self.assertTrainsAlike(twins)
+
     def test_invalid_option_of_one_rank(self):
         for option, value, kind, pattern in (
             ("lr", -1.0, ValueError, "Learning rate should be >= 0 but is: -1.0"),
