@@ -11,7 +11,7 @@ import sys
 import tempfile
 import unittest
 import warnings
-from importlib.metadata import version
+from importlib import metadata
 from importlib.util import find_spec
 from unittest import mock
 
@@ -33,7 +33,7 @@ CHECKS = "torch.testing._internal.distributed._muon.kernel_checks"
 def has_old_interpreter():
     if find_spec("triton") is None:
         return False
-    triton, numpy = map(TorchVersion, map(version, ("triton", "numpy")))
+    triton, numpy = map(TorchVersion, map(metadata.version, ("triton", "numpy")))
     return triton < "3.7" and numpy >= "2.4"
 
 
