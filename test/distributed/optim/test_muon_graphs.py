@@ -377,17 +377,19 @@ class TestGraphMemory(TestCase):
         self.assertFalse(captured[-1].is_capturing)
 
     def test_which_memory_has_graphs(self):
-        for kind, keep, hip, backend, expected in (
-            ("cuda", True, None, "native", True),
-            ("cuda", False, None, "native", False),
-            ("cuda", True, "6.4", "native", False),
-            ("cuda", True, None, "pluggable", False),
-            ("cpu", True, None, "native", False),
-            ("xpu", True, None, "native", False),
+        for kind, keep, hip, backend, has_gpu, expected in (
+            ("cuda", True, None, "native", True, True),
+            ("cuda", False, None, "native", True, False),
+            ("cuda", True, "6.4", "native", True, False),
+            ("cuda", True, None, "pluggable", True, False),
+            ("cuda", True, None, "native", False, False),
+            ("cpu", True, None, "native", True, False),
+            ("xpu", True, None, "native", True, False),
         ):
             with (
                 self.subTest(kind=kind, keep=keep, hip=hip, backend=backend),
                 mock.patch.object(torch.version, "hip", hip),
+                mock.patch.object(torch.cuda, "is_available", lambda: has_gpu),
                 mock.patch.object(torch.cuda, "get_allocator_backend", lambda: backend),
             ):
                 memory = Memory(torch.device(kind), keep)

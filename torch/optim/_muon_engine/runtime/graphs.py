@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..process_groups import is_dry_run
+
 
 log = logging.getLogger("torch.optim.muon")
 
@@ -16,6 +18,9 @@ log = logging.getLogger("torch.optim.muon")
 def has_graphs(device: torch.device) -> bool:
     """Whether work on a ``device`` can become graphs with memory of their own. Only NVIDIA's GPUs were tried."""
     if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # A dry run has no memory, and may have no GPU.
+    if is_dry_run() or not torch.cuda.is_available():
         return False
     # Allocators of users have no pools for graphs.
     return torch.cuda.get_allocator_backend() != "pluggable"
