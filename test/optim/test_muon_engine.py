@@ -14,6 +14,7 @@ from torch.optim._muon_engine.layouts.layout import (
     Region,
     Shards,
 )
+from torch.optim._muon_engine.schedule.division import divided
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -30,6 +31,7 @@ if dist.is_available():
     from torch.optim._muon_engine.layouts.groups import GroupsReader
     from torch.optim._muon_engine.layouts.pieces import LocalPieces
     from torch.optim._muon_engine.layouts.tp_dims import TPDims
+    from torch.optim._muon_engine.runtime.transport import CollectiveError
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -99,6 +101,28 @@ class TestOwners(TestCase):
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestTexts(TestCase):
+    def test_error_of_a_collective(self):
+        """The ranks are for the engine, which asks them, and not for the user."""
+        error = CollectiveError("a text", (0, 1))
+        self.assertEqual(str(error), "a text")
+        self.assertEqual(error.ranks, (0, 1))
+
+
+class TestDivision(TestCase):
+    def test_nodes_that_nobody_names(self):
+        """Each rank is a node."""
+        whole = rows_of((4096, 8192), 0, 4096)
+        shards = Shards(tuple(range(16)), (whole,) * 16)
+        layouts = [Layout(Key(0), (4096, 8192), torch.float32, shards)]
+        found = [layout.key for layout in divided(layouts, "auto")]
+        expected = [layout.key for layout in divided(layouts, "auto", 1)]
+        self.assertEqual(found, expected)
+        of_nodes = [layout.key for layout in divided(layouts, "auto", 8)]
+        self.assertNotEqual(of_nodes, expected)
+
+
 class TestSources(TestCase):
     def test_owners_take_shards_of_their_own_replica(self):
         """Also owners with empty shards: a matrix with two rows has two shards over the four ranks of a replica."""
@@ -164,6 +188,23 @@ class TestDTensorLayouts(TestCase):
             self.assertEqual(found, of_group)
             found = dtensor_layouts.device_of([param], [both])
             self.assertEqual(found.type, "cpu")
+
+    def test_ranks_that_share_matrices_of_a_stack(self):
+        """Fewer than those of the mesh, unless the stack is one matrix."""
+        self.as_rank(0, 4)
+        stack = self.dtensor((2, 2), Shard(0), Shard(1), shape=(2, 3, 5))
+        sharing = DTensorLayouts().sharing([stack])
+        self.assertEqual({*sharing}, {(0, 1, 2, 3), (0, 1)})
+        self.assertEqual({*DTensorLayouts().sharing([stack], {0})}, {(0, 1, 2, 3)})
+
+    def test_offloaded_parameters(self):
+        """Their mesh communicates between accelerators."""
+        self.as_rank(0, 2)
+        tensor, current = self.dtensor((2,), Shard(0)), torch.device("cuda", 1)
+        with mock.patch.object(dtensor_layouts, "current_device", lambda kind: current):
+            self.assertEqual(dtensor_layouts.device_of([tensor], []).type, "cpu")
+            tensor.device_mesh._device_type = "cuda"
+            self.assertEqual(dtensor_layouts.device_of([tensor], []), current)
 
     def test_mesh_without_this_rank(self):
         self.as_rank(2, 4)

@@ -180,6 +180,11 @@ class TestUserFunctions(MuonTestCase):
                 self.assertEqual(moved(None, given, adjust_lr_fn), expected)
         with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
             self.assertEqual(moved(None, {}, "original"), 0.5)
+        # The user's dict keeps its content.
+        given = {"global_shapes": {}}
+        with self.assertWarnsRegex(UserWarning, "global_shapes"):
+            moved(None, given, "original")
+        self.assertEqual(given, {"global_shapes": {}})
 
     def test_errors_of_the_functions(self):
         for gather, redistribute, words in (

@@ -1,5 +1,6 @@
 """Which tests execute a line: what a measured run of the optimizer's tests recorded."""
 
+import ast
 import difflib
 import os
 import shutil
@@ -64,9 +65,12 @@ class Record:
             raise WrongTarget(f"{fault.file} is newer than the record: --record again")
         source = (optim / fault.file).read_text()
         lines = former_lines(fault, source, former.read_text())
-        functions = self._functions(fault.file, lines)
+        functions = set()
+        if is_in_functions(lines, former.read_text()):
+            functions = self._functions(fault.file, lines)
         found = [test for test in self._seconds if _is_among(test, functions)]
-        # Any test may need the lines that only an import executes.
+        # Any test may need the lines that an import executes: the record
+        # credits them to the few tests that import the file first.
         found = found or list(self._seconds)
         seconds_of_class: Counter[tuple[str, str]] = Counter()
         for test in found:
@@ -93,6 +97,15 @@ class Record:
                 for word in words:
                     found.add((word, words[-1]))
         return found
+
+
+def is_in_functions(lines: set[int], source: str) -> bool:
+    """Whether each line is in the body of a function."""
+    inside: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside.update(range(node.body[0].lineno, node.end_lineno + 1))
+    return lines <= inside
 
 
 def former_lines(fault: Fault, source: str, former: str) -> set[int]:

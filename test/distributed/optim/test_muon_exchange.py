@@ -372,6 +372,26 @@ class TestMuonDescribe(OnCPU):
             self.assertIn("GFLOP", page)
             self.assertNotIn("TFLOP", page)
 
+    def test_memory_of_blends_on_a_cpu(self):
+        """All have one memory, unless gradients may have any dtype."""
+        for takes_any, count in ((False, 1), (True, 0)):
+            params = self.params([(16, 8), (8, 4), (8, 16)])
+            for _, param in params:
+                if takes_any:
+                    param.grad_dtype = None
+            muon = Muon(params, distributed_config="auto")
+            chunks = []
+            for bound in muon._engine._make_runner().compute._bound.values():
+                for part in (*bound.preparations, *bound.batches):
+                    chunks += getattr(part, "chunks", None) or getattr(part, "own", ())
+            pointers = set()
+            for chunk in chunks:
+                if chunk.scratch is not None:
+                    pointers.add(chunk.scratch.data_ptr())
+            with self.everywhere():
+                self.assertTrue(chunks)
+                self.assertEqual(len(pointers), count)
+
     def test_share_of_the_model(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
         shapes["head"] = (4, 8)
