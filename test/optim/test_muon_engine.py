@@ -31,7 +31,6 @@ if dist.is_available():
     from torch.optim._muon_engine.layouts.groups import GroupsReader
     from torch.optim._muon_engine.layouts.pieces import LocalPieces
     from torch.optim._muon_engine.layouts.tp_dims import TPDims
-    from torch.optim._muon_engine.runtime.transport import CollectiveError
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -101,15 +100,6 @@ class TestOwners(TestCase):
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-class TestTexts(TestCase):
-    def test_error_of_a_collective(self):
-        """The ranks are for the engine, which asks them, and not for the user."""
-        error = CollectiveError("a text", (0, 1))
-        self.assertEqual(str(error), "a text")
-        self.assertEqual(error.ranks, (0, 1))
-
-
 class TestDivision(TestCase):
     def test_nodes_that_nobody_names(self):
         """Each rank is a node."""

@@ -8,7 +8,12 @@ from overlay.conftest import run
 from tools.overlay.payload import ROOT
 
 
-ON_ONE_GPU = {"TestMuonOnGPU", "TestMuonOnOneGPU", "TestMuonFusedOnGPU"}
+ON_ONE_GPU = {
+    "TestMuonOnGPU",
+    "TestMuonOnOneGPU",
+    "TestMuonFusedOnGPU",
+    "TestMuonGraphsOnOneGPU",
+}
 STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}
 
 
