@@ -103,8 +103,10 @@ class Engine:
         ):
             return
         work_of: Counter[int] = Counter()
+        # Many matrices share one Shards, which may have thousands of holders.
+        for shards in {layout.shards for layout in schedule.layouts}:
+            work_of.update(dict.fromkeys(shards.holders, 0))
         for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
-            work_of.update(dict.fromkeys(layout.holders, 0))
             work_of[owner] += flops_of(layout)
         busiest = max(work_of, key=lambda rank: work_of[rank])
         mean = work_of.total() / len(work_of) or 1
