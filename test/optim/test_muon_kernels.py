@@ -333,6 +333,24 @@ class TestFormsOfNewtonSchulz(TestCase):
                 any("no C compiler" in text for text in texts), bool(texts)
             )
 
+    def test_gpu_that_is_full_for_a_moment(self):
+        """That says nothing about its kernels, so the answer is not kept."""
+        self.addCleanup(forms.has_kernels.cache_clear)
+        forms.has_kernels.cache_clear()
+        full = torch.OutOfMemoryError("full")
+        launch = mock.Mock(side_effect=[full, None])
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(
+                torch.cuda, "get_device_capability", lambda device: (9, 0)
+            ),
+            mock.patch.object(torch.version, "hip", None),
+            mock.patch.object(forms, "_launch_once", launch),
+        ):
+            with self.assertRaisesRegex(torch.OutOfMemoryError, "full"):
+                forms.has_kernels(torch.device("cuda", 78))
+            self.assertTrue(forms.has_kernels(torch.device("cuda", 78)))
+
     def test_versions_of_triton(self):
         for version, is_taken in (("3.5.1", False), ("3.6.0", True), ("3.10.0", True)):
             triton, kernels = mock.Mock(__version__=version), mock.Mock()
