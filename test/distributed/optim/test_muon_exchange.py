@@ -420,7 +420,9 @@ class TestMuonDescribe(OnCPU):
         self.assertEqual(first, counts + share)
         # A vector is no matrix.
         self.assertIn("Muon on rank", more[0])
-        self.assertRegex("".join(more), r"parameter 0.*parameter 0\[1\]")
+        # The rows are those of ranks, and an earlier optimizer decides which one comes first.
+        for name in ("parameter 0[0]", "parameter 0[1]"):
+            self.assertIn(name, "".join(more))
 
     def test_lines_in_the_log_for_each_step(self):
         twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
