@@ -3,7 +3,6 @@
 import copy
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from .process_groups import counted, larger_first, listed, Ranks
 from .runtime.packed import PackedStep
 from .runtime.params import Lineage, Param, States, StepInputs
 from .runtime.transport import CollectiveError
-from .schedule.owners import flops_of
+from .schedule.owners import work_of_ranks
 from .schedule.schedule import Schedule
 from .store import FailureNotes
 
@@ -102,12 +101,8 @@ class Engine:
             or not log.isEnabledFor(logging.INFO)
         ):
             return
-        work_of: Counter[int] = Counter()
-        # Many matrices share one Shards, which may have thousands of holders.
-        for shards in {layout.shards for layout in schedule.layouts}:
-            work_of.update(dict.fromkeys(shards.holders, 0))
-        for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
-            work_of[owner] += flops_of(layout)
+        every_matrix = range(len(schedule.layouts))
+        work_of = work_of_ranks(schedule.layouts, schedule.owners, every_matrix)
         busiest = max(work_of, key=lambda rank: work_of[rank])
         mean = work_of.total() / len(work_of) or 1
         matrices = counted(len(schedule.layouts), "matrix", "matrices")

@@ -18,7 +18,7 @@ from .._muon_engine.schedule import packs
 from .._muon_engine.schedule.division import best_division, Class
 from .._muon_engine.schedule.levels import passed_on
 from .._muon_engine.schedule.order import RELAYS_IN_FLIGHT
-from .._muon_engine.schedule.owners import flops_of
+from .._muon_engine.schedule.owners import flops_of, work_of_ranks
 from .._muon_engine.schedule.packs import LocalPacks
 from .._muon_engine.schedule.relays import relay_sizes
 from .._muon_engine.schedule.schedule import Bucket, Schedule
@@ -196,22 +196,17 @@ def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
 
 def _share_of_rank(schedule: Schedule, rank: int) -> str:
     """How many of the matrices that it knows the ``rank`` owns, and who has most work."""
-    work_of: Counter[int] = Counter()
-    count = own_count = 0
+    matrices: list[int] = []
     for bucket in schedule.buckets:
-        work_of.update(dict.fromkeys(bucket.ranks, 0))
-        for matrix in bucket.matrices:
-            owner = schedule.owners[matrix]
-            work_of[owner] += flops_of(schedule.layouts[matrix])
-            count += 1
-            own_count += owner == rank
-    if not count:
+        matrices += bucket.matrices
+    if not matrices:
         return " has no matrices to train"
+    work_of = work_of_ranks(schedule.layouts, schedule.owners, matrices)
+    own_count = sum(schedule.owners[matrix] == rank for matrix in matrices)
     total = work_of.total() or 1
     busiest = max(work_of, key=lambda owner: work_of[owner])
-    matrices = counted(count, "matrix", "matrices")
     return (
-        f" owns {own_count} of {matrices}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
+        f" owns {own_count} of {counted(len(matrices), 'matrix', 'matrices')}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
         f"with {work_of[busiest] * len(work_of) / total:.2f} times the mean work."
     )
 

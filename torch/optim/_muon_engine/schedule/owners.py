@@ -66,6 +66,19 @@ def assign_owners(
     return owners
 
 
+def work_of_ranks(
+    layouts: Sequence[Layout], owners: Sequence[int], matrices: Sequence[int]
+) -> Counter[int]:
+    """The FLOPs of each rank that shares some of the ``matrices``, as their owner: 0 if it owns none."""
+    work: Counter[int] = Counter()
+    # Many matrices share one Shards, which may have thousands of holders.
+    for shards in dict.fromkeys(layouts[matrix].shards for matrix in matrices):
+        work.update(dict.fromkeys(shards.holders, 0))
+    for matrix in matrices:
+        work[owners[matrix]] += flops_of(layouts[matrix])
+    return work
+
+
 def _members(layouts: Sequence[Layout]) -> Members:
     members: dict[Ranks, dict[Kind, list[int]]] = {}
     for i, layout in enumerate(layouts):
