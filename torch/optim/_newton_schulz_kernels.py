@@ -42,10 +42,7 @@ def form_of(
     symmetric products; or "", by torch's, if these are faster.
     """
     short, long = sorted(shape)
-    if ns_algorithm == "quintic" or not _LEAST_ROWS <= short <= _MOST_ROWS:
-        return ""
-    # Descriptors of blocks need rows of a multiple of 16 bytes.
-    if short % 8 or long % 8:
+    if ns_algorithm == "quintic" or not _tiles_fit(short, long):
         return ""
     flops = matrices * short**2 * (4 * long + 2 * short)
     if flops < (_LEAST_FLOPS_IN_GRAPHS if in_graph else _LEAST_FLOPS):
@@ -71,6 +68,12 @@ def takes_gram(block: Tensor, ns_algorithm: str) -> bool:
         return False
     rows, columns = block.shape
     # One launch takes the place of several products and their sum, so that small ones are faster, too.
+    return _tiles_fit(rows, columns)
+
+
+def _tiles_fit(rows: int, columns: int) -> bool:
+    """Whether the kernel makes the Gram matrix of so many rows."""
+    # Descriptors of blocks need rows of a multiple of 16 bytes.
     return _LEAST_ROWS <= rows <= _MOST_ROWS and rows % 8 == columns % 8 == 0
 
 
