@@ -1,6 +1,6 @@
 """The engine's internals that the bench reads. No other module here depends on their structure."""
 
-import math
+import functools
 import time
 import timeit
 from collections.abc import Callable
@@ -55,14 +55,16 @@ def is_source(optimizer: Muon, index: int) -> bool:
     return engine.schedule.is_source(index, engine.rank)
 
 
+@functools.cache
+def _formulas(algorithm: str) -> _muon_formulas.MuonFormulas:
+    param = torch.nn.Parameter(torch.empty(1, 1))
+    (group,) = Muon([param], ns_algorithm=algorithm).param_groups
+    return _muon_formulas.MuonFormulas.of_group(group)
+
+
 def batch_size(shape: tuple[int, int], algorithm: str = "quintic") -> int:
     """How many matrices of ``shape`` a step orthogonalizes together on an accelerator."""
-    most_bytes = _muon_formulas._BATCH_BYTES
-    if algorithm != "quintic":
-        most_bytes = _muon_formulas._SYMMETRIC_BATCH_BYTES
-    elements = math.prod(shape)
-    nbytes = elements * ns.NS_DTYPE.itemsize
-    return max(1, most_bytes // nbytes)
+    return _formulas(algorithm).batch_size(shape, torch.device("cuda"))
 
 
 def least_bytes(optimizer: Muon) -> int:

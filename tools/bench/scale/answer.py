@@ -119,7 +119,7 @@ def _memory(report: dict[str, Any], rank: int) -> str:
         of_matrix = newton_schulz_bytes(shape, algorithm, is_cpu=False)
         batch = min(count, batch_size(shape, algorithm))
         most_bytes = max(most_bytes, of_matrix * batch)
-    momentum = 4 * elements / 1e9
+    momentum = MUON_STATE * elements / 1e9
     buffers = report["buffers"] / 1e9
     newton_schulz = most_bytes / 1e9
     in_step = f"{buffers:.2f} GB of buffers, {newton_schulz:.2f} GB for Newton-Schulz"

@@ -46,17 +46,27 @@ OPTION_NAMES = {
 
 def schedule_of(case: Case, hardware: Hardware, options: Options = DEFAULT) -> Schedule:
     """The engine's schedule on nodes of this hardware."""
-    layouts = divided(
-        case.layouts(),
-        options.owners,
-        hardware.gpus_per_node,
-        itertools.repeat(options.algorithm),
-    )
+    blocks = blocks_of(case.layouts(), hardware, options)
+    owners = assign_owners(blocks, ranks_per_node=hardware.gpus_per_node)
+    return scheduled(blocks, owners, hardware, options.prefetch)
+
+
+def blocks_of(
+    layouts: Sequence[Layout], hardware: Hardware, options: Options
+) -> list[Layout]:
+    """The layouts, with a block for each owner of a divided matrix."""
+    algorithms = itertools.repeat(options.algorithm)
+    return divided(layouts, options.owners, hardware.gpus_per_node, algorithms)
+
+
+def scheduled(
+    blocks: Sequence[Layout], owners: Sequence[int], hardware: Hardware, prefetch: int
+) -> Schedule:
     return make_schedule(
-        layouts,
-        assign_owners(layouts, ranks_per_node=hardware.gpus_per_node),
+        blocks,
+        owners,
         ranks_per_node=hardware.gpus_per_node,
-        slots=slots_for(options.prefetch),
+        slots=slots_for(prefetch),
     )
 
 

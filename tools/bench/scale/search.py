@@ -4,25 +4,21 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from torch.optim._muon_engine.layouts.layout import Layout, Shape
-from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.division import divided
 from torch.optim._muon_engine.schedule.owners import assign_owners
-from torch.optim._muon_engine.schedule.packs import slots_for
 
 from .cases import Case
 from .costs import least_seconds, Options, passes_of
 from .hardware import Hardware
 from .plan import make_plan, Plan
+from .report import blocks_of, OWNERS, scheduled
 from .timeline import simulate
 
 
 # A change that saves a smaller part of the step is not worth it.
 WORTH = 0.05
-OWNERS = (1, 2, 4, 8, "auto")
 OTHER_BITS = "whose bits are not those of one process"
 
 
@@ -236,7 +232,7 @@ class Search:
 
     def _numbers_of_owners(self) -> Iterator[tuple[int | str, Changes]]:
         yield self.options.owners, ()
-        for owners in OWNERS:
+        for owners in (1, *OWNERS):
             if owners != self.options.owners:
                 full = f"owners_per_matrix={owners!r}, {OTHER_BITS}"
                 change = Change(f"owners {owners}", full, keeps_bits=owners == 1)
@@ -311,31 +307,21 @@ class Search:
 
     def _divide(self, place_number: int, options: Options) -> int:
         place = self.places[place_number]
-        gpus_per_node = self.hardware.gpus_per_node
-        blocks = divided(
-            self._layouts_of(place),
-            options.owners,
-            gpus_per_node,
-            repeat(options.algorithm),
-        )
+        blocks = blocks_of(self._layouts_of(place), self.hardware, options)
         counts = tuple(layout.key.block[1] for layout in blocks)
         key = place_number, counts
         if key not in self.known.numbers:
             self.known.numbers[key] = len(self.known.numbers)
+            gpus_per_node = self.hardware.gpus_per_node
             owners = assign_owners(blocks, ranks_per_node=gpus_per_node)
             self.known.owned.append((blocks, owners))
         return self.known.numbers[key]
 
     def _plan(self, division: int, schedule: Schedule) -> Plan:
         blocks, owners = self.known.owned[division]
-        gpus_per_node = self.hardware.gpus_per_node
-        made = make_schedule(
-            blocks,
-            owners,
-            ranks_per_node=gpus_per_node,
-            slots=slots_for(schedule.prefetch),
-        )
-        return make_plan(made, schedule.place.case.world, gpus_per_node)
+        made = scheduled(blocks, owners, self.hardware, schedule.prefetch)
+        world = schedule.place.case.world
+        return make_plan(made, world, self.hardware.gpus_per_node)
 
     def _layouts_of(self, place: Place) -> list[Layout]:
         number = self.places.index(place)
