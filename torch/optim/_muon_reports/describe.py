@@ -174,8 +174,8 @@ def in_full(engine: Any) -> str:
 
 
 def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
-    """The lines about a step that moves shards itself, for the rank ``here``, with so many parameters: first what matters
-    most.
+    """The lines about a step that moves shards itself. The first ones say what matters most. ``here`` names the rank, and
+    ``count`` is the number of parameters in words.
     """
     schedule, prefetch_count = engine.schedule, engine.config.prefetch_count
     turns = "all owners at once"

@@ -244,8 +244,9 @@ class Shards:
 
     def source(self, rank: int, owner: int) -> int:
         """The rank that exchanges ``rank``'s shard with ``owner``: itself, or another replica of the shard."""
-        # The one at the owner's place of its replicas, so that HSDP's shard groups stay together. Owners with empty
-        # shards, which are all replicas of each other, are as many times as many. They take neighbouring places.
+        # The one at the owner's place of its replicas, so that HSDP's shard groups stay together. All ranks
+        # with empty shards are replicas of each other, so a shard has fewer replicas than they are. Therefore the place
+        # is in proportion.
         replicas = self.replicas_of(rank)
         replicas_of_owner, place_of_owner = self._replicas[owner]
         return replicas[place_of_owner * len(replicas) // len(replicas_of_owner)]

@@ -27,8 +27,8 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class GraphMemory:
-    """What the graphs of one GPU ``device`` share. They run one after another, so each may write to the memory that
-    the others need for their own intermediate results.
+    """The pool of memory and the stream of all graphs of one GPU ``device``. They run one after another, so each may
+    write to the memory that the others need for their own intermediate results.
     """
 
     def __init__(self, device: torch.device) -> None:
