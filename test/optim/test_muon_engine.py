@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.optim._muon_engine.layouts.layout import (
     check_cover,
-    Cut,
     Key,
     Layout,
     Region,
@@ -29,7 +28,7 @@ if dist.is_available():
         DTensorLayouts,
     )
     from torch.optim._muon_engine.layouts.groups import GroupsReader
-    from torch.optim._muon_engine.layouts.pieces import LocalPieces
+    from torch.optim._muon_engine.layouts.pieces import Cut, LocalPieces
     from torch.optim._muon_engine.layouts.tp_dims import TPDims
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

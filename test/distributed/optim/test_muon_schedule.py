@@ -23,7 +23,7 @@ from torch.optim._muon_engine.schedule.order import (
     Phase,
     step_order,
 )
-from torch.optim._muon_engine.schedule import buckets, division, owners
+from torch.optim._muon_engine.schedule import buckets, division, levels, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.division import Class, divided
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
@@ -475,8 +475,7 @@ class TestMuonSchedule(TestCase):
             (range(12), 3, 1),
         ):
             with self.subTest(ranks=ranks, peers=peers, size=size):
-                with mock.patch.object(buckets, "MAX_PEERS", 4):
-                    found = buckets._node_size(tuple(ranks), peers, 4)
+                found = levels.node_size_of(tuple(ranks), peers, 4, 4)
                 self.assertEqual(found, size, f"{ranks}")
 
     def test_every_owner_works_in_every_bucket(self):
