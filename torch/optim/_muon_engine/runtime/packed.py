@@ -61,12 +61,12 @@ class PackedStep:
             one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
         )
         binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
-        groups_of_params = {matrix.group for matrix in matrices.values()}
+        groups_of_params = {matrix.param_group for matrix in matrices.values()}
         self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
         self._executor: Any = None
         # Whether nobody has asked how ranks differed in the last step.
         self.is_unread = False
-        self._bind({param.group: param.formulas for param in params})
+        self._bind({param.param_group: param.formulas for param in params})
 
     def _in_order_of_gathers(self) -> list[LocalBucket]:
         """This rank's buckets as their gathers follow each other."""
