@@ -26,6 +26,12 @@ from torch.optim._muon_engine.layouts.layout import check_cover
 from torch.optim._muon_engine.schedule import buckets, division
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.levels import passed_on
+from torch.optim._muon_engine.schedule.order import (
+    Action,
+    local_order,
+    LocalWork,
+    step_order,
+)
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_split import Split
 from tools.bench.models import Model
@@ -117,18 +123,19 @@ def test_forms_by_hand():
     assert block.nbytes == 26 * elements / 4 + 60 * 3072**2
 
 
-def test_relays_travel_with_the_group_s_next_but_one_bucket():
-    """Those of the last two buckets have no later one: they come at the end."""
+def test_relays_take_turns_with_batches_by_hand():
+    """Eight replicas, in four buckets. An owner's batch takes 1 s, and each of the eight relays of a bucket 0.25 s."""
     layouts = layouts_of(Model([(4, 4)] * 32), "ddp", 8)
     plan = make_plan(schedule_of(layouts), 8, 1)
     assert len(plan.buckets) == 4
-    step = simulate(plan, BY_HAND)
-    kinds = [e.kind for e in step.events if e.kind in ("orthogonalize", "relay")]
-    runs = [(kind, len([*run])) for kind, run in itertools.groupby(kinds)]
-    relays = ("relay", 8)
-    assert runs[:2] == [("orthogonalize", 2), relays]
-    assert runs[2:4] == [("orthogonalize", 1), relays]
-    assert runs[4:] == [("orthogonalize", 1), ("relay", 16)]
+    hardware = replace(BY_HAND, inter_bandwidth=128.0, inter_latency=0.0)
+    # During bucket 2, two relays of bucket 0 are in flight; the other six follow the batch: 1 + 6 x 0.25 s.
+    # So it is in bucket 3. The relays of buckets 2 and 3 come at the end.
+    seconds = 1 + 1 + 2.5 + 2.5 + 2 + 2
+    assert simulate(plan, hardware).done.tolist() == [seconds] * 8
+    # Relays of 2 s each decide how long buckets 2 and 3 take.
+    slow = replace(hardware, inter_bandwidth=16.0)
+    assert simulate(plan, slow).seconds == 1 + 1 + 4 * 16
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
@@ -182,6 +189,45 @@ def reported(case):
     schedule = report.schedule_of(case, Hardware())
     of_case = report.report(case, schedule, Hardware())
     return report.comparisons(of_case, Hardware())
+
+
+def test_batches_and_relays_have_the_engine_s_order():
+    """On each rank; batches that follow each other count as one."""
+    model = Model([(24, 16), (16, 40), (4, 16)] * 64)
+    schedule = schedule_of(layouts_of(model, *PLACES["hsdp-relayed"]))
+    plan = make_plan(schedule, 16, 1)
+    groups = [bucket.ranks for bucket in schedule.buckets]
+    events = simulate(plan, BY_HAND).events
+    for rank in range(16):
+        work = {}
+        for index, (bucket, of_all) in enumerate(zip(schedule.buckets, plan.buckets)):
+            if rank not in bucket.ranks:
+                continue
+            owned = schedule.owned(bucket).get(rank, ())
+            shapes = {schedule.layouts[matrix].full_shape for matrix in owned}
+            relays = schedule.relays(bucket, rank)
+            work[index] = LocalWork(of_all, batches=[*shapes], relays=relays)
+        expected = []
+        for action, _, _ in local_order(step_order(groups, 1), groups, work):
+            if action in (Action.ORTHOGONALIZE, Action.RELAY):
+                expected.append(action.value)
+        found = []
+        for event in events:
+            seconds = (event.end - event.begin)[event.ranks == rank]
+            if event.kind in expected and seconds.any():
+                found.append(event.kind)
+        # At least one relay begins between two batches.
+        assert "orthogonalize relay orthogonalize" in " ".join(expected)
+        assert joined(found) == joined(expected)
+
+
+def joined(kinds):
+    """``kinds`` with one batch for several that follow each other."""
+    result = []
+    for kind, following in itertools.pairwise([*kinds, None]):
+        if kind != following or kind == "relay":
+            result.append(kind)
+    return result
 
 
 def test_report():
