@@ -178,8 +178,12 @@ def run_bytes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def run_check(args: argparse.Namespace) -> Iterator[str]:
-    results = fleet.run(check.work, args.reps, check.WORLD, args.timeout)
-    yield check.text(results)
+    for what, settings, work in (
+        ("exchange", check.SETTINGS, check.work),
+        ("relays", check.RELAYED, check.work_relayed),
+    ):
+        results = fleet.run(work, args.reps, check.WORLD, args.timeout)
+        yield check.text(what, settings, results)
 
 
 def run_splits(args: argparse.Namespace) -> Iterator[str]:
