@@ -213,8 +213,7 @@ def test_batches_and_relays_have_the_engine_s_order():
                 expected.append(action.value)
         found = []
         for event in events:
-            seconds = (event.end - event.begin)[event.ranks == rank]
-            if event.kind in expected and seconds.any():
+            if event.kind in expected and rank in event.ranks:
                 found.append(event.kind)
         # At least one relay begins between two batches.
         assert "orthogonalize relay orthogonalize" in " ".join(expected)

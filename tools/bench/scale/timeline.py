@@ -103,8 +103,10 @@ class Timeline:
         begin = self.now[ranks]
         end = begin + seconds
         self.now[ranks] = end
-        if seconds.any():
-            self.events.append(Event(kind, ranks, begin, end))
+        works = seconds > 0
+        if works.any():
+            event = Event(kind, ranks[works], begin[works], end[works])
+            self.events.append(event)
 
     def exchange(self, bucket: BucketPlan, kind: str) -> None:
         """A gather or scatter; a second hop begins when the first is over."""
