@@ -305,6 +305,8 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
         (["--layout", "hsdp:8x9", "--active-experts", "1"], "A x B = 64"),
         (["--layout", "any", "--html", "x", "--active-experts", "1"], "one layout"),
         (["--tokens", "1", "--tokens-per-rank", "1"], "give one of them"),
+        (["--shard-dim", "1", "--active-experts", "1"], "has no stacks of experts"),
+        (["--split", "--active-experts", "1"], "split_of knows no fused weight"),
         (["--model", "json:lost"], "json:lost is not .* AttributeError"),
         (["--model", "json"], "json is not .*no function is named after a colon"),
         (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
@@ -385,6 +387,45 @@ def test_search_finds_what_trying_everything_finds(monkeypatch):
     found = late.run(-math.inf)
     assert (found.tried, found.left_out) == (4, len(combinations) - 4)
     assert late.run(math.inf).steps == search.found.steps
+
+
+def test_what_users_have_already():
+    """The step is the one that the search finds with these changes, and so is the memory."""
+    case = Case("small", "fsdp", 8, own=SEARCHED)
+    both, notes = own.as_users_have_it(SEARCHED, "matrices", 1, True)
+    assert (both.stacked, both.is_split) == (False, True)
+    assert notes.endswith(
+        "stacks of experts are Shard(1) and 4 fused weights are split"
+    )
+    assert own.as_users_have_it(SEARCHED, "matrices", 0, False) == (
+        SEARCHED,
+        "matrices",
+    )
+    search = Search(case, Options(), SLOW)
+    for place in search.places:
+        expected = reported_on(place.case)["elements"].max()
+        assert search._fullest(place) == expected
+    last = search.places[-1]
+    assert (len(search.places), len(last.changes), last.case.model) == (4, 2, both)
+    assert len(Search(last.case, Options(), SLOW).places) == 1
+
+
+def reported_on(case):
+    return report.report(case, report.schedule_of(case, SLOW), SLOW)
+
+
+def test_usual_numbers_of_ranks_with_different_experts():
+    for experts, ranks, expected in (
+        (48, 64, [8, 16]),
+        (256, 2048, [8, 16, 32, 64, 128, 256]),
+        (384, 96, [8, 16, 32]),
+        # Within a node.
+        (60, 64, [4]),
+        (8, 4, [4]),
+        (7, 64, []),
+        (0, 64, []),
+    ):
+        assert own._expert_sizes(experts, ranks, 8) == expected
 
 
 def test_layouts_side_by_side(tmp_path, capsys):
