@@ -82,6 +82,22 @@ PROGRAMS = {
         node=2,
         limits=(*RELAYED, *IN_LEVELS),
     ),
+    # A scatter starts while the relay stream awaits the one before, whose memory it takes.
+    "levels, relayed, several buckets": Program(
+        8,
+        (PlacedMatrices(EIGHT, ("R", 0), count=24, sizes=(2, 4)),),
+        node=2,
+        limits=(*RELAYED, *IN_LEVELS),
+    ),
+    # Some ranks apply relayed updates before any of their own, and some after. Each stream needs a step size of its own.
+    "relayed, one owner at a time": Program(
+        5,
+        (PlacedMatrices(FIVE, count=8),),
+        prefetch=0,
+        parallel=False,
+        limits=RELAYED,
+        options=(("lr", "on the device"),),
+    ),
 }
 
 
