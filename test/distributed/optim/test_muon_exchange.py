@@ -263,7 +263,7 @@ class TestMuonRelays(OnCPU):
             twins.step(missing=[3])
             self.assertParity(twins)
             failing = mock.patch.object(
-                MuonCompute, "compute", side_effect=ArithmeticError("no")
+                MuonCompute, "apply_updates", side_effect=ArithmeticError("no")
             )
             before = compute.seen["wait_stream"]
             twins.set_gradients()

@@ -52,9 +52,10 @@ class PackedStep:
         self._flights: list[InFlight] = [*self.side_channel.statuses, *self.buckets]
         for bucket in self.buckets:
             self._flights += bucket.relays
+        one_at_a_time = schedule.one_owner_at_a_time and prefetch_count == 0
         self._relay_stream: torch.Stream | None = None
         early: list[int] = []
-        if any(bucket.relayed for bucket in schedule.buckets):
+        if not one_at_a_time and any(bucket.relayed for bucket in schedule.buckets):
             from .relay_stream import new_stream
 
             self._relay_stream = new_stream(device)
@@ -67,7 +68,7 @@ class PackedStep:
         self._order = step_order(
             self._ranks_of_buckets,
             prefetch_count,
-            one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
+            one_at_a_time=one_at_a_time,
             early=early,
         )
         binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)

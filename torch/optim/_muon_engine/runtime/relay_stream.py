@@ -48,10 +48,13 @@ class RelayExecutor(Executor):
         self._stream = stream
         # The ranks of a bucket -> the end of what was applied last, which frees a slot.
         self._applied: dict[Any, torch.Event] = {}
+        # Whether this step has work on the stream. A graph that captures the step refuses a stream without any.
+        self._is_used = False
 
     def run(self, inputs: Any) -> None:
         """Makes a step. After an error, too, later work of this thread comes after that on the stream."""
         self._applied.clear()
+        self._is_used = False
         try:
             super().run(inputs)
         except BaseException:
@@ -61,9 +64,8 @@ class RelayExecutor(Executor):
     def _execute(self, operation: LocalOperation, inputs: Any) -> None:
         action, bucket, _ = operation
         if action in _BESIDE and bucket.bucket.relayed:
-            if action is Action.AWAIT_SCATTER:
-                # For the results of this rank's own matrices. The scatter has waited for them as well.
-                self._stream.wait_stream(self._current_stream())
+            # The first one waits for the scatter, which was launched behind the results of this rank's own matrices.
+            self._is_used = True
             inputs.is_beside = True
             with self._stream:
                 super()._execute(operation, inputs)
@@ -81,7 +83,8 @@ class RelayExecutor(Executor):
         super()._finish()
 
     def _join(self) -> None:
-        self._current_stream().wait_stream(self._stream)
+        if self._is_used:
+            self._current_stream().wait_stream(self._stream)
 
     def _current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.memory.device)
