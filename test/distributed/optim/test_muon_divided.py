@@ -23,6 +23,7 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
@@ -147,7 +148,7 @@ class TestMuonDivided(OnCPU):
                 layout = self.placed(mesh, *placements)
                 with self.small(max_replicas=replicas):
                     self.check(layout, make, message, **options)
-        strategy = common_muon.Strategy(grid, "fsdp", "tp")
+        strategy = Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
         with self.small():
             layout = [strategy.cut(shape, 0) for shape, _ in TO_DIVIDE]

@@ -21,6 +21,7 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_config, common_muon
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     grid_of,
@@ -307,7 +308,7 @@ class TestMuonFunctions(OnCPU):
             ("tp", "cp", "last"),
         ):
             with self.subTest(how=how, kinds=kinds):
-                strategy = common_muon.Strategy(grid_of(2, 2), *kinds)
+                strategy = Strategy(grid_of(2, 2), *kinds)
                 twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
                 dims = {
                     index: d for index, d in enumerate(strategy.dims) if d is not None
