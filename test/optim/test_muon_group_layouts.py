@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.optim._muon_engine.layouts.groups import GroupsReader
-from torch.optim._muon_engine.layouts.layout import Cut, Key
-from torch.optim._muon_engine.layouts.pieces import LocalPieces
+from torch.optim._muon_engine.layouts.layout import Key
+from torch.optim._muon_engine.layouts.pieces import Cut, LocalPieces
 from torch.optim._muon_engine.layouts.tp_dims import TPDims
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_layouts import rows_of

@@ -25,7 +25,7 @@ ROWS = [
     {"layouts"},
     {"schedule"},
     {"runtime"},
-    {"factory", "functions"},
+    {"config_functions", "factory", "functions"},
     {"building", "changes"},
     {"engine"},
     {"functional"},

@@ -473,7 +473,14 @@ def _new_engine(muon: Muon) -> Engine:
     takes_stacks = muon._allow_batched_matrices
     # The other ranks wait for this one, so they learn of a problem before it is raised.
     problem = checks.find_problem(muon)
-    return Engine(config, params, muon.state, takes_stacks, problem, muon._engine)
+    former = muon._engine
+    engine = Engine(config, params, muon.state, takes_stacks, problem, former)
+    if log.isEnabledFor(logging.INFO) and engine.speaks and engine.schedule.layouts:
+        from torch.optim._muon_reports.describe import in_a_line
+
+        what = "rebuilt for changed parameters" if former else "built"
+        log.info("Muon %s: %s", what, in_a_line(engine))
+    return engine
 
 
 def _live_params(muon: Muon) -> list[Param]:

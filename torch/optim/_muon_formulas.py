@@ -126,7 +126,8 @@ class MuonFormulas(NamedTuple):
     def normalize(group: MutableMapping[str, Any]) -> None:
         """Gives each option of a parameter group, or of the defaults, the one spelling that checkpoints have."""
         # A dict may be the user's, and checkpoints write into it.
-        group["split"] = Split.of(group["split"]).option
+        if group["split"] is not None:
+            group["split"] = Split.of(group["split"]).option
         group["ns_algorithm"] = stored_ns_algorithm(group["ns_algorithm"])
 
     @classmethod

@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon
+from torch.optim._muon_engine.changes import rendezvous
 from torch.optim._muon_engine.process_groups import spanning_group
-from torch.optim._muon_engine.store import rendezvous
+from torch.optim._muon_engine.runtime.connecting import connect
 from torch.optim._muon_engine.schedule import buckets, relays
 from torch.optim._muon_reports import describe
 from torch.optim.muon import create_dtensor_config
@@ -204,7 +205,7 @@ class TestMuonRelays(OnCPU):
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
         with Recorder() as seen:
-            twins.optimizer._engine._make_runner().connect()
+            connect(twins.optimizer._engine._make_runner())
         return seen
 
     def test_each_element_travels_once_and_within_one_replica(self):

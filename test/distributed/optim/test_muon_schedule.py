@@ -16,7 +16,7 @@ from torch.optim._muon_engine.schedule.order import (
     Phase,
     step_order,
 )
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule import buckets, levels
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -239,8 +239,7 @@ class TestMuonSchedule(TestCase):
             (range(12), 3, 1),
         ):
             with self.subTest(ranks=ranks, peers=peers, size=size):
-                with mock.patch.object(buckets, "MAX_PEERS", 4):
-                    found = buckets._node_size(tuple(ranks), peers, 4)
+                found = levels.node_size_of(tuple(ranks), peers, 4, 4)
                 self.assertEqual(found, size, f"{ranks}")
 
     def test_every_owner_works_in_every_bucket(self):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import factory
 from .agreement import agree, Agreement, Signature
 from .config import DistributedConfig
 from .factory import is_from_factory, own_functions
@@ -23,6 +22,7 @@ from .process_groups import (
 )
 from .runtime.params import Param
 from .schedule import buckets
+from .schedule.owners import choose_owners
 from .schedule.packs import slots_for
 from .schedule.schedule import Schedule
 
@@ -132,24 +132,23 @@ def _assigned(
     setting: Setting, layouts: Sequence[Layout]
 ) -> tuple[list[int], Mapping[int, Sequence[int]]]:
     """The owner of each layout, and the parameters of each owner."""
-    config, tensors = setting.config, setting.tensors
-    entries: dict[str, Any] = {factory.LAYOUTS: layouts}
-    if setting.reader is not None:
-        describe_state(setting.reader, config.state)
+    reader, config = setting.reader, setting.config
+    if reader is not None:
+        describe_state(reader, config.state)
         if not setting.is_packed:
             from .functions import check_stacks
 
             check_stacks(setting.params, layouts)
-        if is_from_factory(config, "assign"):
-            return factory.choose_owners(tensors, layouts)
-        entries |= {"rank": setting.rank, "world_size": setting.world_size}
-    from .schedule.assignments import owners_of
+    if reader is None or not is_from_factory(config, "assign"):
+        from .functions import call_assign_fn
 
-    with factory.lent(config.state, entries):
-        assignments = config.assign_fn(tensors, config.state)
-    described = [param.described for param in setting.params]
-    owners = owners_of(assignments, layouts, described, setting.world_size)
-    return owners, {rank: list(owned) for rank, owned in assignments.items()}
+        ranks = {}
+        if reader is not None:
+            ranks = {"rank": setting.rank, "world_size": setting.world_size}
+        return call_assign_fn(
+            config, setting.params, layouts, ranks, setting.world_size
+        )
+    return choose_owners(setting.tensors, layouts)
 
 
 def _signatures(

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import factory, process_groups
-from .agreement import Agreement, raise_everywhere
+from .agreement import Agreement
 from .building import build, Plan, Setting
 from .config import DistributedConfig
 from .layouts.local import traits_of
-from .process_groups import counted, larger_first, listed, Ranks
+from .process_groups import listed, Ranks
 from .runtime.packed import PackedStep
 from .runtime.params import Lineage, Param, States, StepInputs
 from .runtime.transport import CollectiveError
-from .schedule.owners import work_of_ranks
 from .schedule.schedule import Schedule
 from .store import FailureNotes
 
@@ -86,37 +85,13 @@ class Engine:
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
             if self.is_packed and self.device.type != "cpu" and not is_meta:
-                _connect(self, device_index)
+                from .runtime.connecting import take_memory_and_connect
+
+                take_memory_and_connect(self._make_runner, self.agreement, device_index)
         except Exception as raised:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
-        self._log_build("rebuilt for changed parameters" if former else "built")
-
-    def _log_build(self, what: str) -> None:
-        schedule = self.schedule
-        if (
-            not schedule.layouts
-            or not self._speaks
-            or not log.isEnabledFor(logging.INFO)
-        ):
-            return
-        every_matrix = range(len(schedule.layouts))
-        work_of = work_of_ranks(schedule.layouts, schedule.owners, every_matrix)
-        busiest = max(work_of, key=lambda rank: work_of[rank])
-        mean = work_of.total() / len(work_of) or 1
-        matrices = counted(len(schedule.layouts), "matrix", "matrices")
-        ranks = counted(len(work_of), "rank")
-        buckets = counted(len(schedule.buckets), "bucket")
-        log.info(
-            "Muon %s: %s on %s, in %s. The busiest owner is rank %d, with %.2f times the mean work",
-            what,
-            matrices,
-            ranks,
-            buckets,
-            busiest,
-            work_of[busiest] / mean,
-        )
 
     def _continue(self, former: "Engine") -> list[Any]:
         """Takes what ``former`` knew, and frees its memory. Returns the parameters that took the places of others."""
@@ -188,7 +163,7 @@ class Engine:
         return self._setting.is_packed
 
     @property
-    def _speaks(self) -> bool:
+    def speaks(self) -> bool:
         """Whether this rank logs and warns for those that share matrices with it."""
         layouts = self.schedule.layouts
         return self.rank == min((l.holders[0] for l in layouts), default=0)
@@ -241,7 +216,7 @@ class Engine:
         self._warn_about_restarted(inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
-        if described and self._speaks:
+        if described and self.speaks:
             warnings.warn(
                 f"the momentum of these starts at zero, because they took the place of other parameters: {listed(described)}",
                 stacklevel=3,
@@ -394,22 +369,6 @@ def _increment_versions(inputs: StepInputs, states: States) -> None:
         if param.is_dtensor:
             written += [param.tensor, states[param.tensor]["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
-
-
-def _connect(engine: Engine, index: int | None) -> None:
-    """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error."""
-    # A list, which is emptied before the error is raised. A local name would keep the error with this frame, and the
-    # error keeps all frames of its traceback with their memory.
-    errors: list[Exception] = []
-    try:
-        engine._make_runner()
-    except Exception as raised:
-        errors.append(raised)
-    groups = map(engine.groups.get, larger_first(engine.agreement.serials))
-    with unset_fake_temporarily(), torch.accelerator.device_index(index):
-        raise_everywhere(errors.pop() if errors else None, groups)
-    runner: Any = engine._make_runner()
-    runner.connect()
 
 
 def _refusal(params: Sequence[Param], has_others: bool) -> str:

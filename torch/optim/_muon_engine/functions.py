@@ -7,7 +7,7 @@ is then a bucket of its own, whose exchange calls these functions.
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
-from .factory import lent, READER, STEP
+from .config import DistributedConfig
+from .config_functions import LAYOUTS, lent, READER, STEP
 from .layouts.layout import Layout, matrix_shape
 from .layouts.local import is_dtensor, like_param, local_part
 from .runtime.executor import Executor, Progress
 from .runtime.memory import Memory
 from .runtime.params import Param, StepInputs
 from .runtime.transport import InFlight
+from .schedule.assignments import owners_of
 from .schedule.order import local_order, LocalWork, step_order
 
 
@@ -36,6 +38,22 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
                 f"{param.described} holds {counts[index]} matrices here, which your own functions cannot tell apart; "
                 "leave gather_fn and redistribute_fn as the factory made them"
             )
+
+
+def call_assign_fn(
+    config: DistributedConfig,
+    params: Sequence[Param],
+    layouts: Sequence[Layout],
+    ranks: Mapping[str, int],
+    world_size: int,
+) -> tuple[list[int], dict[int, list[int]]]:
+    """What the user's ``assign_fn`` returns, as :func:`choose_owners` returns it. Its ``state`` has ``ranks`` meanwhile."""
+    tensors = [param.tensor for param in params]
+    with lent(config.state, {LAYOUTS: layouts, **ranks}):
+        assignments = config.assign_fn(tensors, config.state)
+    described = [param.described for param in params]
+    owners = owners_of(assignments, layouts, described, world_size)
+    return owners, {rank: list(owned) for rank, owned in assignments.items()}
 
 
 class FunctionExchange(InFlight):

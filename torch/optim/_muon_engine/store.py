@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: where they meet, and why a step failed."""
+"""What ranks tell each other through the store: who has come, and why a step failed."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .process_groups import is_dry_run, of_world, Ranks, short_name
+from .process_groups import Ranks, short_name
 
 
 # Seconds that ranks wait for a reason after a failed collective.
@@ -19,44 +19,19 @@ _MISSING = (
 )
 
 
-def _store() -> dist.Store:
+def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-def _missing(key: str, ranks: Sequence[int]) -> list[int]:
-    """Those of ``ranks`` that :func:`_check_in` has not counted."""
-    return [rank for rank in ranks if not _store().check([f"{key}/{rank}"])]
+def missing(key: str, ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` that :func:`check_in` has not counted."""
+    return [rank for rank in ranks if not default_store().check([f"{key}/{rank}"])]
 
 
-def _check_in(key: str) -> int:
+def check_in(key: str) -> int:
     """Counts this rank at ``key``. Returns how many ranks are there."""
-    _store().set(f"{key}/{dist.get_rank()}", "=")
-    return _store().add(key, 1)
-
-
-def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
-    """Waits over the store until all of ``ranks`` have come to ``name``. A collective would pair up with
-    whichever collective the other ranks start next. A counter in the store pairs up with nothing. A
-    RuntimeError names the ranks that did not come within ``timeout``.
-    """
-    if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
-        return
-    store, me, met = _store(), dist.get_rank(), of_world("met")
-    key = f"muon/met/{short_name(ranks)}/{name}/{met.get((ranks, name), 0)}"
-    if _check_in(key) == len(ranks):
-        store.set(f"{key}/all", "=")
-    try:
-        store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
-    except RuntimeError as error:
-        missing = _missing(key, ranks)
-        # Otherwise a later rendezvous would count this rank as present.
-        store.delete_key(f"{key}/{me}")
-        store.add(key, -1)
-        raise RuntimeError(
-            f"rank {me} found changed parameters in step() and timed out waiting for ranks {missing}, which share "
-            "parameters with it, to change them too. All of these ranks must make the change before the same step()"
-        ) from error
-    met[ranks, name] = met.get((ranks, name), 0) + 1
+    default_store().set(f"{key}/{dist.get_rank()}", "=")
+    return default_store().add(key, 1)
 
 
 class FailureNotes:
@@ -77,20 +52,20 @@ class FailureNotes:
             for key in self._keys.values():
                 # A value of the store must not be empty.
                 text = f"=Rank {dist.get_rank()} reports: {reason}"
-                _store().set(f"{key}/answer", text)
+                default_store().set(f"{key}/answer", text)
 
     def take_back(self) -> None:
         """Deletes the notes again: this rank does complete the step."""
         with suppress(*_GONE):
             for key in self._keys.values():
-                _store().delete_key(f"{key}/answer")
+                default_store().delete_key(f"{key}/answer")
 
     def read(self) -> str:
         """A reason that a rank has left; "" if none has."""
         with suppress(*_GONE):
             for key in self._keys.values():
-                if _store().check([f"{key}/answer"]):
-                    return _store().get(f"{key}/answer").decode()[1:]
+                if default_store().check([f"{key}/answer"]):
+                    return default_store().get(f"{key}/answer").decode()[1:]
         return ""
 
     def wait_for_reason(self, among: Sequence[int]) -> str:
@@ -99,9 +74,9 @@ class FailureNotes:
         """
         groups = [ranks for ranks in self._keys if set(among) <= set(ranks)]
         with suppress(*_GONE, IndexError):
-            ranks, store = groups[0], _store()
+            ranks, store = groups[0], default_store()
             key = self._keys[ranks]
-            answer, count = f"{key}/answer", _check_in(key)
+            answer, count = f"{key}/answer", check_in(key)
             if count == len(ranks) and not store.check([answer]):
                 store.set(answer, "=")
             try:
@@ -109,6 +84,6 @@ class FailureNotes:
             except RuntimeError:
                 if count > 1:
                     return ""
-                store.set(answer, "=" + _MISSING.format(_missing(key, ranks)))
+                store.set(answer, "=" + _MISSING.format(missing(key, ranks)))
             return store.get(answer).decode()[1:]
         return ""

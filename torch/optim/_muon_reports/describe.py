@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .._newton_schulz import NS_DTYPE
 from .._newton_schulz_variants import newton_schulz_bytes
 from .._muon_engine.layouts import fsdp1, fsdp2
-from .._muon_engine.layouts.layout import Ranks
+from .._muon_engine.layouts.layout import Layout, Ranks
 from .._muon_engine.process_groups import counted, listed, ranks_per_node
 from .._muon_engine.runtime.binder import PREPARED_BYTES
 from .._muon_engine.schedule import packs
 from .._muon_engine.schedule.division import best_division, Class
 from .._muon_engine.schedule.levels import passed_on
 from .._muon_engine.schedule.order import RELAYS_IN_FLIGHT
-from .._muon_engine.schedule.owners import flops_of, work_of_ranks
+from .._muon_engine.schedule.owners import flops_of
 from .._muon_engine.schedule.packs import LocalPacks
 from .._muon_engine.schedule.relays import relay_sizes
 from .._muon_engine.schedule.schedule import Bucket, Schedule
@@ -194,6 +194,22 @@ def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
     return lines
 
 
+def in_a_line(engine: Any) -> str:
+    """How many matrices an engine has, and its busiest owner."""
+    schedule = engine.schedule
+    every_matrix = range(len(schedule.layouts))
+    work_of = _work_of_ranks(schedule.layouts, schedule.owners, every_matrix)
+    busiest = max(work_of, key=lambda rank: work_of[rank])
+    mean = work_of.total() / len(work_of) or 1
+    matrices = counted(len(schedule.layouts), "matrix", "matrices")
+    ranks = counted(len(work_of), "rank")
+    buckets = counted(len(schedule.buckets), "bucket")
+    return (
+        f"{matrices} on {ranks}, in {buckets}. The busiest owner is rank {busiest}, with {work_of[busiest] / mean:.2f} times the "
+        "mean work"
+    )
+
+
 def _share_of_rank(schedule: Schedule, rank: int) -> str:
     """How many of the matrices that it knows the ``rank`` owns, and who has most work."""
     matrices: list[int] = []
@@ -201,7 +217,7 @@ def _share_of_rank(schedule: Schedule, rank: int) -> str:
         matrices += bucket.matrices
     if not matrices:
         return " has no matrices to train"
-    work_of = work_of_ranks(schedule.layouts, schedule.owners, matrices)
+    work_of = _work_of_ranks(schedule.layouts, schedule.owners, matrices)
     own_count = sum(schedule.owners[matrix] == rank for matrix in matrices)
     total = work_of.total() or 1
     busiest = max(work_of, key=lambda owner: work_of[owner])
@@ -209,6 +225,19 @@ def _share_of_rank(schedule: Schedule, rank: int) -> str:
         f" owns {own_count} of {counted(len(matrices), 'matrix', 'matrices')}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
         f"with {work_of[busiest] * len(work_of) / total:.2f} times the mean work."
     )
+
+
+def _work_of_ranks(
+    layouts: Sequence[Layout], owners: Sequence[int], matrices: Sequence[int]
+) -> Counter[int]:
+    """The FLOPs of each rank that shares some of the ``matrices``, as their owner: 0 if it owns none."""
+    work: Counter[int] = Counter()
+    # Many matrices share one Shards, which may have thousands of holders.
+    for shards in dict.fromkeys(layouts[matrix].shards for matrix in matrices):
+        work.update(dict.fromkeys(shards.holders, 0))
+    for matrix in matrices:
+        work[owners[matrix]] += flops_of(layouts[matrix])
+    return work
 
 
 def _groups_of(buckets: Iterable[Bucket]) -> list[Ranks]:

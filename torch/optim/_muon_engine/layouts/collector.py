@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..process_groups import group_ranks
 from . import dtensor, fsdp1
 from .layout import Key, Layout, matrix_shape, not_2d, Region
-from .pieces import KindGroups, LocalPieces
+from .pieces import KindGroups, LocalPieces, Piece
 from .reader import ParamInfo
 from .tp_dims import tp_mark_of, TPDims
 
@@ -102,7 +101,7 @@ class PieceCollector:
                     groups[kind] = self._shared[kind]
         cuts = self.pieces.cuts_of(groups, {})
         layouts = self._dtensors.of(key, tensor, flatten)
-        self.pieces.layouts += [replace(layout, cuts=cuts) for layout in layouts]
+        self.pieces.layouts += [Piece.of(layout, cuts) for layout in layouts]
         if layouts:
             self._compare_with_groups(layouts[0], config_index, tensor)
 

@@ -13,7 +13,7 @@ from ..agreement import gather_values, raise_everywhere
 from ..process_groups import listed, process_rank, Ranks
 from .joins import Facts, facts_of, join
 from .layout import check_cover, Layout
-from .pieces import KINDS, LocalPieces
+from .pieces import KINDS, LocalPieces, Piece
 
 
 def complete(pieces: LocalPieces, error: BaseException | None = None) -> list[Layout]:
@@ -64,7 +64,7 @@ def _common_order(pieces: LocalPieces) -> list[tuple[str, Ranks]]:
     return sorted(pieces.group_of, key=place)
 
 
-def _with_pieces_of_all(layouts: Sequence[Layout], facts: Facts) -> list[Layout]:
+def _with_pieces_of_all(layouts: Sequence[Piece], facts: Facts) -> list[Layout]:
     """``layouts``, with the shards that ``facts`` have of them. Raises ValueError unless these tile the matrix."""
     complete: list[Layout] = []
     for layout, joined in zip(layouts, facts.layouts.values(), strict=True):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..agreement import common
 from ..process_groups import listed, Ranks
-from .layout import Cut, Cuts, Layout, Regions, Shards
-from .pieces import hashed, in_words, LocalPieces
+from .layout import Regions, Shards
+from .pieces import Cut, Cuts, hashed, in_words, LocalPieces, Piece
 
 
 _EQUAL_SHARDS = {
@@ -37,7 +37,7 @@ class Facts(NamedTuple):
     """What a rank tells the others of a group."""
 
     # Its layouts so far.
-    layouts: dict[Name, Layout]
+    layouts: dict[Name, Piece]
     # Hashes of their values; 0 for zeros.
     digests: dict[Name, int]
     # The ranks of its expert-parallel group.
@@ -48,7 +48,7 @@ class Joined(NamedTuple):
     """A matrix's pieces on the ranks of a group, put together."""
 
     name: Name
-    layout: Layout
+    layout: Piece
     # How this group shares it.
     cut: Cut
     # Of the values on each rank that holds a part or a replica.
@@ -90,11 +90,11 @@ def join(
 
 
 def _by_name(
-    layouts: Sequence[Layout], expert_of: Mapping[int, int | None]
-) -> dict[Name, Layout]:
+    layouts: Sequence[Piece], expert_of: Mapping[int, int | None]
+) -> dict[Name, Piece]:
     """The layouts by their names. Equal ones are one object, so that a message has each once."""
-    named: dict[Name, Layout] = {}
-    equal: dict[tuple, Layout] = {}
+    named: dict[Name, Piece] = {}
+    equal: dict[tuple, Piece] = {}
     counts: Counter[int | None] = Counter()
     # Parameter -> its number among those of the same expert, or of none.
     numbers: dict[int, int] = {}
@@ -113,13 +113,13 @@ def _by_name(
 def _joined(
     rank: int,
     group: tuple[str, Ranks],
-    parts: Mapping[Name, Layout],
+    parts: Mapping[Name, Piece],
     answers: Sequence[Facts],
     described: Mapping[Name, str],
 ) -> Iterator[Joined]:
     """Those ``parts`` that a group shares, each with the parts of the other ranks. ValueError if they do not fit."""
     # The joined layout, the places of its ranks in the group, and whether the replicas are cut differently.
-    joined_of: dict[tuple, tuple[Layout, list[int], bool]] = {}
+    joined_of: dict[tuple, tuple[Piece, list[int], bool]] = {}
     ep_ranks_of = {
         holder: facts.ep_ranks for holder, facts in zip(group[1], answers, strict=True)
     }
@@ -147,7 +147,7 @@ def _joined(
         yield Joined(name, joined, cut, of_ranks, is_apart)
 
 
-def _are_cut_apart(cut: Cut, parts: Sequence[Layout]) -> bool:
+def _are_cut_apart(cut: Cut, parts: Sequence[Piece]) -> bool:
     """Whether the ranks of a group hold replicas that are not cut into the same pieces."""
     pieces = {frozenset(part.shards.regions) for part in parts}
     return not cut.is_sharded and len(pieces) > 1
@@ -165,7 +165,7 @@ def _hint(joined: Joined) -> str:
     return "" if are_equal or cut.kind != "tp" else _UNEQUAL_REPLICAS
 
 
-def _check_cuts(rank: int, cuts: Cuts, cut: Cut, parts: Mapping[int, Layout]) -> None:
+def _check_cuts(rank: int, cuts: Cuts, cut: Cut, parts: Mapping[int, Piece]) -> None:
     """Raises ValueError if the ranks of a group have groups that contradict each other."""
     grid = [(c.kind, len(c.ranks), c.dim) for c in cuts]
     for other, part in parts.items():
@@ -208,7 +208,7 @@ def _members(
     return holders
 
 
-def _together(layout: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
+def _together(layout: Piece, cut: Cut, parts: Sequence[Piece]) -> Piece:
     """The parts of a group as one: shards along ``cut.dim`` end to end, or replicas."""
     dim, shapes = cut.dim, [part.shape for part in parts]
     where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"

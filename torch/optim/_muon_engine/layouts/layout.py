@@ -252,28 +252,11 @@ class Shards:
         return replicas[place_of_owner * len(replicas) // len(replicas_of_owner)]
 
 
-class Cut(NamedTuple):
-    """A process group over which a matrix is cut along ``dim``; None for replicas and for FSDP1's regions."""
-
-    kind: str
-    ranks: Ranks
-    dim: int | None = None
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the ranks hold different shards, and not replicas."""
-        return self.kind == "fsdp" or self.dim is not None
-
-
-Cuts = tuple[Cut, ...]
-
-
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
     ``placement`` names the placements or groups, for error messages. A ``frozen`` one is in no bucket.
-    While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``block_of`` is
-    the shape of the matrix that a block is from.
+    ``block_of`` is the shape of the matrix that a block is from.
     """
 
     key: Key
@@ -282,7 +265,6 @@ class Layout:
     shards: Shards
     placement: str = ""
     frozen: bool = False
-    cuts: Cuts = ()
     block_of: Shape | None = None
 
     @property

@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..process_groups import group_ranks, is_dry_run, listed, process_rank
-from .layout import Cut, Cuts, Key, Layout, Regions, Shape, Shards
+from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
+from .layout import Key, Layout, Regions, Shape, Shards
 from .local import gradient_dtype, is_frozen, local_part
 
 
@@ -17,6 +19,42 @@ KINDS = ("fsdp", "tp", "ddp", "cp")
 
 KindGroups = Mapping[str, ProcessGroup]
 _HASH_MASK = 2**31 - 1
+
+
+class Cut(NamedTuple):
+    """A process group over which a matrix is cut along ``dim``; None for replicas and for FSDP1's regions."""
+
+    kind: str
+    ranks: Ranks
+    dim: int | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks hold different shards, and not replicas."""
+        return self.kind == "fsdp" or self.dim is not None
+
+
+Cuts = tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
+class Piece(Layout):
+    """What a rank knows of a matrix while the ranks read. The ranks of ``cuts`` know the rest."""
+
+    cuts: Cuts = ()
+
+    @classmethod
+    def of(cls, layout: Layout, cuts: Cuts) -> "Piece":
+        return cls(
+            layout.key,
+            layout.shape,
+            layout.dtype,
+            layout.shards,
+            layout.placement,
+            layout.frozen,
+            layout.block_of,
+            cuts,
+        )
 
 
 def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
@@ -50,7 +88,7 @@ class LocalPieces:
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         # Those of the DTensors' meshes, whose ranks must hear of an error, too.
         self.mesh_groups: list[ProcessGroup] = []
-        self.layouts: list[Layout] = []
+        self.layouts: list[Piece] = []
         # Index -> the expert's id, also of a stack of which this rank has no matrix.
         self.expert_of: dict[int, int | None] = {}
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
@@ -73,7 +111,7 @@ class LocalPieces:
         self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
     ) -> None:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
-        layout = Layout(
+        piece = Piece(
             key,
             shape,
             gradient_dtype(param) or param.dtype,
@@ -82,7 +120,7 @@ class LocalPieces:
             frozen=is_frozen(param),
             cuts=cuts,
         )
-        self.layouts.append(layout)
+        self.layouts.append(piece)
         has_values = not param.is_meta and not is_dry_run()
         # Replicas along TP may be shards that the user forgot.
         if has_values and any(cut.is_sharded or cut.kind == "tp" for cut in cuts):

@@ -1,10 +1,8 @@
 """One step on this rank: a loop over its operations. It knows buckets and collectives, but no formulas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
-
-import torch
 
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
@@ -113,20 +111,3 @@ def drain(flights: Sequence[InFlight]) -> None:
             # The error that led here is the one to report.
             with suppress(Exception):
                 flight.wait()
-
-
-def connect(
-    starts: Sequence[tuple[InFlight, Callable[[], None]]],
-    memory: Memory,
-) -> None:
-    """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
-    they first exchange something. With other collectives in flight, ranks may wait for each other.
-    """
-    memory.allocate()
-    for flight, start in starts:
-        start()
-        flight.wait()
-        if memory.device.type != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize(memory.device)
-    if memory.frees_between_steps:
-        memory.free()

@@ -1,37 +1,11 @@
-"""The table of statuses, in words: what its columns hold, and what a difference between ranks means."""
+"""What a difference between the ranks' tables of statuses means, in words."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 from ..process_groups import listed
 from .matrices import LocalMatrix
 from .params import StepInputs
-
-
-class Header(IntEnum):
-    """The columns of the first row. Two that are negatives of each other add up to zero if all ranks agree."""
-
-    STEP = 0
-    MINUS_STEP = 1
-    OPTIMIZER = 2
-    MINUS_OPTIMIZER = 3
-    # A rank knows of a problem in another group.
-    ELSEWHERE = 4
-
-
-class Column(IntEnum):
-    """The columns of a gradient's row. The first ones are those of Status."""
-
-    PRESENT = 0
-    ABSENT = 1
-    UNUSABLE = 2
-    OPTIONS = 3
-    MINUS_OPTIONS = 4
-    # The digest of placements that a collective of DTensor's must change; 0 for none.
-    MOVES = 5
-    MINUS_MOVES = 6
-    VALUES = 7
-    MINUS_VALUES = 8
+from .status_rows import Column, Header
 
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
@@ -51,7 +25,6 @@ _OTHER_PLACEMENTS = (
     "the ranks have gradients or momentum of different placements for these, or some of them have another one than the "
     "parameter. DTensor's redistribute() needs all of them. Give all ranks the parameter's placement"
 )
-OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
 
 
 def other_program(header: Sequence[int], matrices: Sequence[LocalMatrix]) -> str:

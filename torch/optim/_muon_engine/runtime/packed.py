@@ -14,7 +14,7 @@ from ..schedule.packs import slots_for
 from ..schedule.schedule import Schedule
 from .binder import Binder
 from .compute import MuonCompute
-from .executor import connect, drain, Executor, Progress
+from .executor import drain, Executor, Progress
 from .matrices import matrices_of
 from .memory import Memory
 from .params import Param, StepInputs
@@ -113,11 +113,11 @@ class PackedStep:
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
         self.progress.now = "statuses", self.side_channel.matrices
-        return self._drained(partial(self.side_channel.share, step, inputs))
+        return self.drained(partial(self.side_channel.share, step, inputs))
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
-        self._drained(partial(self._run, inputs))
+        self.drained(partial(self._run, inputs))
         self.progress.now = "", ()
 
     def _run(self, inputs: StepInputs) -> None:
@@ -126,7 +126,7 @@ class PackedStep:
         self._executor.run(inputs)
         self.side_channel.finish(inputs)
 
-    def _drained(self, run: Callable[[], Any]) -> Any:
+    def drained(self, run: Callable[[], Any]) -> Any:
         """What ``run()`` returns. After an error, waits for everything in flight."""
         try:
             return run()
@@ -137,21 +137,6 @@ class PackedStep:
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         return self.side_channel.mismatch()
-
-    def connect(self) -> None:
-        """Uses every communicator once, while no other one is in use."""
-        starts: list[tuple[InFlight, Callable[[], None]]] = []
-        for statuses in self.side_channel.statuses:
-            starts.append((statuses, statuses.reduce))
-            if statuses.overlaps:
-                starts.append((statuses, statuses.reduce_flag))
-        for bucket in self.buckets:
-            starts += [(bucket, bucket.start_gather), (bucket, bucket.start_scatter)]
-            starts += [(relay, relay.start) for relay in bucket.relays]
-            for matrix in bucket.matrices:
-                if matrix.products is not None:
-                    starts.append((bucket, matrix.products.connect))
-        self._drained(partial(connect, starts, self.memory))
 
     def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
         """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``

@@ -2,12 +2,12 @@
 
 import zlib
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from .matrices import LocalMatrix, Status
-from .mismatches import Column, Header
 from .params import StepInputs
 
 
@@ -16,6 +16,32 @@ from .params import StepInputs
 FIRST_ROWS = 256
 # Statuses that have a column.
 _TOLD = (Status.PRESENT, Status.ABSENT, Status.UNUSABLE)
+
+
+class Header(IntEnum):
+    """The columns of the first row. Two that are negatives of each other add up to zero if all ranks agree."""
+
+    STEP = 0
+    MINUS_STEP = 1
+    OPTIMIZER = 2
+    MINUS_OPTIMIZER = 3
+    # A rank knows of a problem in another group.
+    ELSEWHERE = 4
+
+
+class Column(IntEnum):
+    """The columns of a gradient's row. The first ones are those of Status."""
+
+    PRESENT = 0
+    ABSENT = 1
+    UNUSABLE = 2
+    OPTIONS = 3
+    MINUS_OPTIONS = 4
+    # The digest of placements that a collective of DTensor's must change; 0 for none.
+    MOVES = 5
+    MINUS_MOVES = 6
+    VALUES = 7
+    MINUS_VALUES = 8
 
 
 class StatusRows:

@@ -9,6 +9,7 @@ comes with its negative: it is the same on all ranks if and only if the two maxi
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from torch.distributed import ProcessGroup
 from ..agreement import Agreement
 from ..process_groups import is_dry_run, larger_first, Ranks
 from .matrices import LocalMatrix
-from .mismatches import Column, difference, Header, OTHER_GROUP, other_program
 from .params import StepInputs
-from .status_rows import FIRST_ROWS, StatusRows
+from .status_rows import FIRST_ROWS, Header, StatusRows
 from .transport import InFlight
+
+
+OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
 
 
 class Statuses(InFlight):
@@ -43,12 +46,17 @@ class Statuses(InFlight):
         self.overlaps = overlaps
         # What this rank says.
         self._own = StatusRows(matrices, serial)
-        # Places of the rows that are whole on every rank: the first step that moves them compares their values.
-        self._replicated = [
+        # Places of the rows that are whole on every rank, whose values the ranks compare.
+        replicated = [
             place
             for place, of_gradient in enumerate(self._own.gradients, 1)
             if all(len(m.layout.shards.replica_sets) == 1 for m in of_gradient)
         ]
+        self._replica_values: Any = None
+        if replicated:
+            from .replica_values import ReplicaValues
+
+            self._replica_values = ReplicaValues(self._own.gradients, replicated)
         # The table that the group reduces, and the result on the host. Only copies between a device and pinned
         # memory do not wait.
         self._table = torch.zeros_like(self._own.rows, device=device)
@@ -80,8 +88,8 @@ class Statuses(InFlight):
             self._table.copy_(self._host, non_blocking=True)
         else:
             self._table.copy_(self._own.rows)
-        if self._replicated:
-            self._add_values(inputs)
+        if self._replica_values is not None:
+            self._replica_values.write(self._table, inputs)
         self._is_new = True
         self._lacks_second = awaits and len(self._table) > FIRST_ROWS
         self.reduce()
@@ -110,29 +118,10 @@ class Statuses(InFlight):
         self.wait()
         return bool(self._flag)
 
-    def _add_values(self, inputs: StepInputs) -> None:
-        """Adds digests of the values of replicated matrices, in the first step that moves them."""
-        # A checkpoint makes a step that moves nothing before it loads the values.
-        places = [place for place in self._replicated if self._moves(place, inputs)]
-        if places:
-            digests = [
-                _digest_of(self._own.gradients[place - 1], inputs) for place in places
-            ]
-            values = torch.stack([digest.to(self.device) for digest in digests])
-            self._table[places, Column.VALUES] = values
-            self._table[places, Column.MINUS_VALUES] = -values
-
-    def _moves(self, place: int, inputs: StepInputs) -> bool:
-        """Whether this step moves the matrices of a row."""
-        return inputs.formulas[self._own.gradients[place - 1][0].group].moves
-
     def finish(self, inputs: StepInputs) -> None:
         """Ends a step that has moved its matrices."""
-        if self._replicated:
-            # A step that raised has moved nothing, and the next one compares the values again.
-            self._replicated = [
-                place for place in self._replicated if not self._moves(place, inputs)
-            ]
+        if self._replica_values is not None:
+            self._replica_values.finish(inputs)
         if self.works:
             self._fetch()
 
@@ -165,6 +154,12 @@ class Statuses(InFlight):
         self._is_new = False
         if not self._lacks_second and self._agree():
             return ""
+        return self._difference(inputs)
+
+    def _difference(self, inputs: StepInputs | None) -> str:
+        """How the ranks differ, in words."""
+        from .mismatches import difference, other_program
+
         header, *rows = self._result()
         text = other_program(header, self.matrices)
         if self._lacks_second and not text:
@@ -270,16 +265,3 @@ def side_channel(
                 )
             )
     return SideChannel(statuses, device)
-
-
-def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
-    """32 bits of a sum over the bits of the matrices' values: a scalar integer on their device."""
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = inputs.params[of_gradient[0].param_index].local
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for matrix in of_gradient:
-        for region in matrix.shard:
-            values = region.of_local(local)
-            total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
-    # The golden ratio's bits carry a difference in any bit into the highest ones.
-    return ((total * -7046029254386353131) >> 32) & 0xFFFFFFFF

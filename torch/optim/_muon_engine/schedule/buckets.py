@@ -184,16 +184,21 @@ def _make_bucket(
     _, family, matrices = candidate
     shards = Counter(layouts[matrix].shards for matrix in matrices)
     relayed = _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize)
-    peers = len(family.ranks) - 1
-    if relayed:
-        peers = max(map(_destinations, shards))
+    node_size = 1
+    if len(family.ranks) - 1 > MAX_PEERS:
+        from .levels import most_destinations, node_size_of
+
+        peers = len(family.ranks) - 1
+        if relayed:
+            peers = most_destinations(shards)
+        node_size = node_size_of(family.ranks, peers, ranks_per_node, MAX_PEERS)
     return Bucket(
         family.ranks,
         index,
         tuple(matrices),
         family.gather_dtype,
         relayed,
-        _node_size(family.ranks, peers, ranks_per_node),
+        node_size,
     )
 
 
@@ -420,36 +425,3 @@ def _is_relayed(counts: Counter[Shards], limit: int) -> bool:
         return True
     # Without relays, an owner has memory for each replica's copy: at most two thirds of the limit.
     return 3 * _most_held(counts) > 2 * limit
-
-
-def _destinations(shards: Shards) -> int:
-    """How many ranks exchange their shards with the owner if there are relays."""
-    count = 0
-    for replicas in shards.replica_sets:
-        if not shards.is_empty(replicas[0]):
-            count += 1
-    return count
-
-
-def _node_size(ranks: Ranks, peers: int, ranks_per_node: int) -> int:
-    """How many of ``ranks`` count as one node, so that a rank has few peers; 1 for a direct exchange."""
-    if peers <= MAX_PEERS:
-        return 1
-    count = len(ranks)
-    ranks_on_node = Counter(rank // ranks_per_node for rank in ranks)
-    smallest = min(ranks_on_node.values())
-    are_equal = smallest == max(ranks_on_node.values())
-    step = smallest if are_equal else 1
-    best = 1
-    fewest_peers: float = math.inf
-    for size in range(step, count, step):
-        if count % size:
-            continue
-        on_node = size - 1
-        on_rail = count // size - 1
-        # The smallest node wins if several leave few enough peers.
-        peers_of_two = max(MAX_PEERS, on_node + on_rail)
-        if peers_of_two < fewest_peers:
-            best = size
-            fewest_peers = peers_of_two
-    return best

@@ -1,10 +1,53 @@
-"""Exchanges in two levels: what a rank passes on."""
+"""Exchanges in two levels: the size of a node, and what a rank passes on."""
 
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from ..layouts.layout import Ranks, Shards
 from .schedule import between, Bucket, Schedule
 
 
 # Split sizes of each pack.
 SplitSizes = list[tuple[int, ...]]
+
+
+def most_destinations(distinct: Iterable[Shards]) -> int:
+    """With how many ranks an owner exchanges a matrix of any of these shards if there are relays."""
+    most = 0
+    for shards in distinct:
+        count = 0
+        for replicas in shards.replica_sets:
+            if not shards.is_empty(replicas[0]):
+                count += 1
+        most = max(most, count)
+    return most
+
+
+def node_size_of(ranks: Ranks, peers: int, ranks_per_node: int, max_peers: int) -> int:
+    """How many of ``ranks`` count as one node, so that a rank has at most ``max_peers``, or few; 1 for a
+    direct exchange.
+    """
+    if peers <= max_peers:
+        return 1
+    count = len(ranks)
+    ranks_on_node = Counter(rank // ranks_per_node for rank in ranks)
+    smallest = min(ranks_on_node.values())
+    are_equal = smallest == max(ranks_on_node.values())
+    step = smallest if are_equal else 1
+    best = 1
+    fewest_peers: float = math.inf
+    for size in range(step, count, step):
+        if count % size:
+            continue
+        on_node = size - 1
+        on_rail = count // size - 1
+        # The smallest node wins if several leave few enough peers.
+        peers_of_two = max(max_peers, on_node + on_rail)
+        if peers_of_two < fewest_peers:
+            best = size
+            fewest_peers = peers_of_two
+    return best
 
 
 def passed_on(

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import Layout, Ranks
-from ..process_groups import larger_first
+from ..process_groups import (
+    counters_of,
+    larger_first,
+    process_rank,
+    ranks_per_node,
+)
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
@@ -66,17 +71,21 @@ def assign_owners(
     return owners
 
 
-def work_of_ranks(
-    layouts: Sequence[Layout], owners: Sequence[int], matrices: Sequence[int]
-) -> Counter[int]:
-    """The FLOPs of each rank that shares some of the ``matrices``, as their owner: 0 if it owns none."""
-    work: Counter[int] = Counter()
-    # Many matrices share one Shards, which may have thousands of holders.
-    for shards in dict.fromkeys(layouts[matrix].shards for matrix in matrices):
-        work.update(dict.fromkeys(shards.holders, 0))
-    for matrix in matrices:
-        work[owners[matrix]] += flops_of(layouts[matrix])
-    return work
+def choose_owners(
+    params: Sequence[Tensor], layouts: Sequence[Layout]
+) -> tuple[list[int], dict[int, list[int]]]:
+    """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
+    per_node = ranks_per_node()
+    owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
+    sharing = {layout.holders for layout in layouts}
+    owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
+    # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
+    owner_of: dict[int, int] = {}
+    for layout, owner in zip(layouts, owners, strict=True):
+        owner_of.setdefault(layout.key.index, owner)
+    for index in range(len(params)):
+        owned.setdefault(owner_of.get(index, process_rank()), []).append(index)
+    return owners, dict(sorted(owned.items()))
 
 
 def _members(layouts: Sequence[Layout]) -> Members:
