@@ -25,7 +25,7 @@ ROWS = [
     {"layouts"},
     {"schedule"},
     {"runtime"},
-    {"config_functions", "factory", "functions"},
+    {"config_functions", "factory", "functions", "group_config"},
     {"building", "changes"},
     {"engine"},
     {"functional"},

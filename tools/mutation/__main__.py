@@ -137,7 +137,8 @@ def run_tests(root: Path, fault: Fault | None, tests: Sequence[str]) -> str:
     if failed is None and code in (4, 5):
         raise WrongTarget(f"pytest ended with {code}:\n{output[-3000:]}")
     if failed is not None:
-        return failed[1] or "a hang"
+        # A name that is printed at once has a colon and the error after it.
+        return (failed[1] or "a hang").removesuffix(":")
     return f"pytest ended with {code}" if code else ""
 
 

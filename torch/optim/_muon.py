@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime.params import Param
+    from torch.optim._muon_formulas import StepExecutor
 
 
 __all__ = ["Muon", "muon"]
@@ -142,7 +141,7 @@ class Muon(Optimizer):
 
     # Attributes of a copy or an old pickle.
     _distributed_config: DistributedConfig | None = None
-    _engine: Engine | None = None
+    _engine: StepExecutor | None = None
     _hints: Any = None
     _needs_config = False
     _allow_batched_matrices = False
@@ -186,7 +185,9 @@ class Muon(Optimizer):
             checks.check_options(defaults)
         super().__init__(params, defaults)
         if self._distributed_config is not None:
-            self._engine = _new_engine(self)
+            from ._muon_install import new_engine
+
+            self._engine = new_engine(self)
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -197,11 +198,7 @@ class Muon(Optimizer):
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
         """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
-        if self._engine is None:
-            return {}
-        schedule = self._engine.schedule
-        owners = zip((l.key for l in schedule.layouts), schedule.owners, strict=True)
-        return {(k.index, k.sub): owner for k, owner in owners if not k.block[0]}
+        return {} if self._engine is None else self._engine.matrix_owners
 
     @property
     def current_rank(self) -> int:
@@ -278,7 +275,9 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state as :meth:`Optimizer.load_state_dict` does, but momentum keeps the dtype of gradients."""
         if self._engine is not None and not self._engine.matches(self.param_groups):
-            self._engine.hand_over(_live_params(self), self.state)
+            from ._muon_install import live_params
+
+            self._engine.hand_over(live_params(self), self.state)
         loaded: list[dict[str, Any]] = []
 
         def restore(_: Optimizer) -> None:
@@ -311,7 +310,9 @@ class Muon(Optimizer):
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
-                self._engine = _new_engine(self)
+                from ._muon_install import new_engine
+
+                self._engine = new_engine(self)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -362,8 +363,10 @@ class Muon(Optimizer):
             log.warning("%s", self._engine.failure)
         self._engine.synchronize()
         if not self._engine.matches(self.param_groups):
+            from ._muon_install import live_params
+
             # The next step would give replaced parameters their momentum, which this checkpoint would lack.
-            self._engine.hand_over(_live_params(self), self.state)
+            self._engine.hand_over(live_params(self), self.state)
         # Optimizer.state_dict knows no index for a parameter that left the groups.
         state, present = self.state, set(self._tensors())
         kept = {p: s for p, s in state.items() if p in present}
@@ -401,7 +404,7 @@ class Muon(Optimizer):
                 loss = closure()
 
         if self._engine is not None:
-            self._distributed_step(self._engine)
+            self._execute_step_ops(self._engine)
             return loss
 
         for group in self.param_groups:
@@ -422,20 +425,23 @@ class Muon(Optimizer):
         return loss
 
     @torch._disable_dynamo
-    def _distributed_step(self, engine: Engine) -> None:
-        if not engine.matches(self.param_groups):
+    def _execute_step_ops(self, executor: StepExecutor) -> None:
+        """Lets the executor schedule the phases of the step: those of each group's formulas."""
+        if not executor.matches(self.param_groups):
+            from ._muon_install import new_engine
+
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            engine.rendezvous(self._tensors())
-            engine = self._engine = _new_engine(self)
+            executor.rendezvous(self._tensors())
+            executor = self._engine = new_engine(self)
         config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
-        without_gradient = engine.step(config, formulas, self.state)
+        without_gradient = executor.step(config, formulas, self.state)
         if without_gradient:
-            if self._hints is None:
-                from torch.optim._muon_reports.hints import Hints
+            from torch.optim._muon_reports.hints import Hints
 
-                self._hints = Hints(engine)
-            self._hints.look(engine.steps, without_gradient)
+            if self._hints is None:
+                self._hints = Hints(executor)
+            self._hints.look(executor.steps, without_gradient)
 
 
 def _reorder_momentum(param: Tensor, state: dict[str, Any]) -> None:
@@ -460,36 +466,6 @@ def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
             if dtype != param.dtype:
                 buffer = buffer.to(param.device, dtype)
                 muon.state[param]["momentum_buffer"] = buffer
-
-
-def _new_engine(muon: Muon) -> Engine:
-    """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
-    from torch.optim._muon_engine.engine import Engine
-
-    config: Any = muon._distributed_config
-    params = _live_params(muon)
-    # They are about the parameters of the former engine.
-    muon._hints = None
-    takes_stacks = muon._allow_batched_matrices
-    # The other ranks wait for this one, so they learn of a problem before it is raised.
-    problem = checks.find_problem(muon)
-    former = muon._engine
-    engine = Engine(config, params, muon.state, takes_stacks, problem, former)
-    if log.isEnabledFor(logging.INFO) and engine.speaks and engine.schedule.layouts:
-        from torch.optim._muon_reports.describe import in_a_line
-
-        what = "rebuilt for changed parameters" if former else "built"
-        log.info("Muon %s: %s", what, in_a_line(engine))
-    return engine
-
-
-def _live_params(muon: Muon) -> list[Param]:
-    """The parameters of all groups, as an engine takes them."""
-    from torch.optim._muon_engine.runtime.params import Param
-
-    formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
-    named = enumerate(checks.named_params(muon.param_groups))
-    return [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
 
 
 def _single_tensor_muon(

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -134,7 +134,9 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     return None
 
 
-def named_params(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
+def named_params(
+    groups: Sequence[MutableMapping[str, Any]],
+) -> Iterator[tuple[int, str | None, Tensor]]:
     """The index of the group, the name if known, and the tensor of each parameter."""
     for at, group in enumerate(groups):
         names, params = group.get("param_names"), group["params"]

@@ -4,8 +4,8 @@ in order, and with a ``distributed_config``, the engine runs them between its co
 
 import math
 import zlib
-from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -230,19 +230,20 @@ class MuonFormulas(NamedTuple):
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether ``fused`` is set, and ``device`` is a GPU that has the kernels."""
-        if not self.fused or device.type != "cuda":
-            return False
-        from ._newton_schulz_kernels import has_kernels
+        if self.fused and device.type == "cuda":
+            from ._newton_schulz_kernels import has_kernels
 
-        return has_kernels(device)
+            return has_kernels(device)
+        return False
 
     def takes_kernels(self, *lists: Sequence[Tensor]) -> bool:
         """Whether the kernels of ``fused`` take these lists of tensors."""
-        if torch.compiler.is_compiling() or not self.has_kernels(lists[0][0].device):
-            return False
-        from ._newton_schulz_kernels import pass_takes
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and self.has_kernels(lists[0][0].device):
+            from ._newton_schulz_kernels import pass_takes
 
-        return pass_takes(*lists)
+            return pass_takes(*lists)
+        return False
 
     def blend(
         self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
@@ -328,6 +329,41 @@ class MuonFormulas(NamedTuple):
         elif updates is not None:
             updates = _of_one_dtype(params, updates)
             torch._foreach_add_(params, updates, alpha=float(alpha))
+
+
+class StepExecutor(Protocol):
+    """Schedules the phases of steps in place of Muon's loop over parameters, after upstream's proposal of executors for
+    optimizer steps. A ``distributed_config`` builds one, and installs it. On top of the proposal, parameters may change
+    later, and a step may fail on another rank.
+    """
+
+    # How many steps were begun.
+    steps: int
+    # Why an earlier step failed; "" if none did.
+    failure: str
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def assignments(self) -> Mapping[int, Sequence[int]]: ...
+
+    @property
+    def matrix_owners(self) -> dict[tuple[int, int], int]: ...
+
+    def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool: ...
+
+    def rendezvous(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def hand_over(self, params: Sequence[Any], states: Any) -> None: ...
+
+    def count_step(self) -> None: ...
+
+    def step(
+        self, config: Any, formulas: Sequence[MuonFormulas], states: Any
+    ) -> Sequence[Any]: ...
+
+    def synchronize(self) -> None: ...
 
 
 def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:

@@ -145,12 +145,12 @@ def newton_schulz(
     a block of it. ``in_graph`` tells that a CUDA graph will repeat the launches, so that their number matters less.
     """
     coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
-    is_small = min(x.shape[-2:]) < MIN_SYMMETRIC
-    if products is None and ns_algorithm == "quintic" and is_small:
-        return quintic(x, coefficients, eps, out=out)
-    from ._newton_schulz_variants import fastest
+    is_large = min(x.shape[-2:]) >= MIN_SYMMETRIC
+    if products is not None or ns_algorithm != "quintic" or is_large:
+        from ._newton_schulz_variants import fastest
 
-    return fastest(x, coefficients, eps, ns_algorithm, products, out, in_graph)
+        return fastest(x, coefficients, eps, ns_algorithm, products, out, in_graph)
+    return quintic(x, coefficients, eps, out=out)
 
 
 def quintic(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-if not hasattr(Muon, "describe"):
+if not hasattr(Muon, "synchronize"):
     raise ImportError(
         "torch.optim.Muon takes no distributed_config: torch was installed again over the patch of torch.optim.muon; apply it again"
     )
@@ -199,14 +199,16 @@ def create_auto_config(
         ValueError: an option is invalid, two spellings of one argument are given, or ``ep_process_group``
             is given without ``expert_assignments``.
     """
-    fsdp = _either(
+    from torch.optim._muon_engine.group_config import either, group_config
+
+    fsdp = either(
         fsdp_process_group=fsdp_process_group, shard_process_group=shard_process_group
     )
-    ddp = _either(
+    ddp = either(
         ddp_process_group=ddp_process_group,
         replicate_process_group=replicate_process_group,
     )
-    tp_dim = _either(tp_dim_per_param=tp_dim_per_param, tp_shard_dim=tp_shard_dim)
+    tp_dim = either(tp_dim_per_param=tp_dim_per_param, tp_shard_dim=tp_shard_dim)
     if ep_process_group is not None and expert_assignments is None:
         raise ValueError(
             "ep_process_group needs expert_assignments, a dict of parameter index -> expert id; {} if this optimizer has no expert"
@@ -225,23 +227,14 @@ def create_auto_config(
         "pp_num_stages": pp_num_stages,
         "module": module,
     }
-    if isinstance(tp_dim, int):
-        state["tp_dim_default"] = tp_dim
-    elif tp_dim is not None:
-        state["tp_dim_per_param"] = dict(tp_dim)
-    from torch.optim._muon_engine.factory import factory_config
-
-    return factory_config(
-        state, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    return group_config(
+        state,
+        tp_dim,
+        async_gpu_parallelism,
+        prefetch_count,
+        owners_per_matrix,
+        keep_buffers,
     )
-
-
-def _either(**spellings: Any) -> Any:
-    """The one value that is not None. Raises ValueError if there are two."""
-    spelled = {name: value for name, value in spellings.items() if value is not None}
-    if len(spelled) > 1:
-        raise ValueError(f"{' and '.join(spelled)} are two spellings; pass one of them")
-    return next(iter(spelled.values()), None)
 
 
 def detect_tp_dims_from_model(

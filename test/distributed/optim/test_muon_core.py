@@ -31,6 +31,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 FEATURES = (
     "functional",
     "functions",
+    "group_config",
     "layouts.collector",
     "layouts.divide",
     "layouts.exchange",

@@ -117,15 +117,14 @@ def _read(setting: Setting, error: BaseException | None) -> list[Layout]:
 def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
     """The layouts, with a block for each owner of a matrix that has several."""
     owners_per_matrix = setting.config.state.get("owners_per_matrix", 1)
-    if owners_per_matrix == 1 or not setting.is_packed:
-        return layouts
-    if not is_from_factory(setting.config, "assign"):
-        return layouts
-    of_layouts = [setting.params[layout.key.index] for layout in layouts]
-    algorithms = [param.formulas.ns_algorithm for param in of_layouts]
-    from .schedule.division import divided
+    chooses_owners = setting.is_packed and is_from_factory(setting.config, "assign")
+    if owners_per_matrix != 1 and chooses_owners:
+        from .schedule.division import divided
 
-    return divided(layouts, owners_per_matrix, ranks_per_node(), algorithms)
+        of_layouts = [setting.params[layout.key.index] for layout in layouts]
+        algorithms = [param.formulas.ns_algorithm for param in of_layouts]
+        return divided(layouts, owners_per_matrix, ranks_per_node(), algorithms)
+    return layouts
 
 
 def _assigned(

@@ -18,7 +18,12 @@ from .config import DistributedConfig
 from .layouts.local import traits_of
 from .process_groups import listed, Ranks
 from .runtime.packed import PackedStep
-from .runtime.params import Lineage, Param, States, StepInputs
+from .runtime.params import (
+    Lineage,
+    Param,
+    States,
+    StepInputs,
+)
 from .runtime.transport import CollectiveError
 from .schedule.schedule import Schedule
 from .store import FailureNotes
@@ -129,6 +134,15 @@ class Engine:
     @property
     def assignments(self) -> Mapping[int, Sequence[int]]:
         return self.plan.assignments
+
+    @property
+    def matrix_owners(self) -> dict[tuple[int, int], int]:
+        """(Parameter index, matrix in it) -> the global rank that owns it, or its first block."""
+        owners: dict[tuple[int, int], int] = {}
+        for layout, owner in zip(self.schedule.layouts, self.schedule.owners):
+            key = layout.key
+            owners.setdefault((key.index, key.sub), owner)
+        return owners
 
     @property
     def groups(self) -> Mapping[Ranks, dist.ProcessGroup | None]:

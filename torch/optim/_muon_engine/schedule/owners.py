@@ -139,8 +139,24 @@ class _Group:
         for kind, matrices in members.items():
             count = len(kind.digests)
             if has_parts and count == 1 and kind.flops not in dealt:
+                from .runs import deal_parts
+
                 dealt.add(kind.flops)
-                in_runs.update(self._deal_parts(members, kind.flops, owners))
+                equal: list[int] = []
+                for other, its_matrices in members.items():
+                    if other.flops == kind.flops and len(other.digests) == 1:
+                        equal += its_matrices
+                in_runs.update(
+                    deal_parts(
+                        self.load,
+                        self._ranks,
+                        self._layouts,
+                        equal,
+                        kind.flops,
+                        self._start,
+                        owners,
+                    )
+                )
             remaining = [i for i in matrices if i not in in_runs]
             if not remaining:
                 continue
@@ -157,29 +173,6 @@ class _Group:
         for matrices in members.values():
             of_params.update(self._layouts[i].key.index for i in matrices)
         return max(of_params.values(), default=0) > 1
-
-    def _deal_parts(
-        self, members: Mapping[Kind, Sequence[int]], flops: int, owners: list[int]
-    ) -> Sequence[int]:
-        """Gives owners to those matrices of this work whose parameters have several of them, and returns these."""
-        from .runs import deal_in_runs, several_of_a_parameter
-
-        equal: list[int] = []
-        for kind, matrices in members.items():
-            if kind.flops == flops and len(kind.digests) == 1:
-                equal += matrices
-        parts = several_of_a_parameter(self._layouts, equal)
-        if parts:
-            deal_in_runs(
-                self.load,
-                self._ranks,
-                self._layouts,
-                parts,
-                flops,
-                self._start,
-                owners,
-            )
-        return parts
 
     def _received(self, first_block: int, count: int) -> Tensor:
         """The elements that each rank would receive as the owner of each of the ``count`` blocks of a matrix."""

@@ -20,7 +20,7 @@ class _Busy(NamedTuple):
     place: int
 
 
-def several_of_a_parameter(
+def _several_of_a_parameter(
     layouts: Sequence[Layout], matrices: Sequence[int]
 ) -> list[int]:
     """Those of ``matrices`` whose parameters have several of them: heads, or experts of a stack."""
@@ -32,20 +32,22 @@ def several_of_a_parameter(
     return several
 
 
-def deal_in_runs(
+def deal_parts(
     load: Tensor,
     ranks: Ranks,
     layouts: Sequence[Layout],
-    matrices: Sequence[int],
+    equal: Sequence[int],
     flops: int,
     first: int,
     owners: list[int],
-) -> None:
-    """Gives equal parts of parameters to the least loaded ranks, and updates ``load`` and ``owners``. A part goes to a
-    rank that stores all of it. The others go to one rank in runs, so that the copies of a run are one copy.
+) -> list[int]:
+    """Gives owners to those of ``equal`` matrices whose parameters have several of them, and returns these. They go to the
+    least loaded ranks. A part goes to a rank that stores all of it. The others go to one rank in runs, so that the copies
+    of a run are one copy. ``load`` and ``owners`` change.
     """
+    matrices = _several_of_a_parameter(layouts, equal)
     if not matrices:
-        return
+        return []
     count = len(ranks)
     room = _shares(load[0].tolist(), len(matrices), flops, first)
     place_of = {rank: place for place, rank in enumerate(ranks)}
@@ -64,6 +66,7 @@ def deal_in_runs(
         place = place_of[owner]
         load[0, place] += flops
         load[1, place] += layout.numel - layout.shards.numel_of(owner)
+    return matrices
 
 
 def _shares(busy: Sequence[int], parts: int, flops: int, first: int) -> list[int]:

@@ -114,16 +114,16 @@ class Schedule:
 
     def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """The relays along the replicas of ``rank``'s shards, in an order that all replicas share."""
-        if not bucket.relayed:
-            return ()
-        from .relays import relays_of
+        if bucket.relayed:
+            from .relays import relays_of
 
-        shards: dict[int, Shards] = {}
-        owners: dict[int, int] = {}
-        for matrix in bucket.matrices:
-            shards[matrix] = self.layouts[matrix].shards
-            owners[matrix] = self.owners[matrix]
-        return relays_of(shards, owners, rank, partial(self._results, rank))
+            shards: dict[int, Shards] = {}
+            owners: dict[int, int] = {}
+            for matrix in bucket.matrices:
+                shards[matrix] = self.layouts[matrix].shards
+                owners[matrix] = self.owners[matrix]
+            return relays_of(shards, owners, rank, partial(self._results, rank))
+        return ()
 
     def _results(self, rank: int, matrices: Sequence[int]) -> Pack:
         """The pack of the updates of ``matrices`` for their shards on ``rank``."""

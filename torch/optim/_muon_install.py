@@ -1,0 +1,43 @@
+"""The engine of a Muon with a ``distributed_config``: built together with the other ranks."""
+
+import logging
+from typing import Any
+
+from . import _muon_checks as checks
+from ._muon_engine.engine import Engine
+from ._muon_engine.runtime.params import Param
+from ._muon_formulas import MuonFormulas
+
+
+log = logging.getLogger("torch.optim.muon")
+
+
+def new_engine(muon: Any) -> Engine:
+    """Builds the engine of ``muon``, whose parameters may have changed since the last time."""
+    params = live_params(muon)
+    # They are about the parameters of the former engine.
+    muon._hints = None
+    takes_stacks = muon._allow_batched_matrices
+    # The other ranks wait for this one, so they learn of a problem before it is raised.
+    problem = checks.find_problem(muon)
+    former = muon._engine
+    engine = Engine(
+        muon._distributed_config, params, muon.state, takes_stacks, problem, former
+    )
+    if log.isEnabledFor(logging.INFO) and engine.speaks and engine.schedule.layouts:
+        from ._muon_reports.describe import in_a_line
+
+        what = "rebuilt for changed parameters" if former else "built"
+        log.info("Muon %s: %s", what, in_a_line(engine))
+    return engine
+
+
+def live_params(muon: Any) -> list[Param]:
+    """The parameters of all groups, as an engine takes them."""
+    formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
+    params: list[Param] = []
+    for index, (group, name, tensor) in enumerate(
+        checks.named_params(muon.param_groups)
+    ):
+        params.append(Param(index, tensor, name, group, formulas[group]))
+    return params
