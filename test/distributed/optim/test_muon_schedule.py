@@ -16,7 +16,7 @@ from torch.optim._muon_engine.schedule.order import (
     Phase,
     step_order,
 )
-from torch.optim._muon_engine.schedule import buckets, levels
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -204,18 +204,6 @@ class TestOrder(TestCase):
 
 
 class TestMuonSchedule(TestCase):
-    def test_no_rank_has_thousands_of_peers(self):
-        for world, node in ((512, 1), (1024, 8), (4096, 16), (16384, 64)):
-            with self.subTest(world=world, node=node):
-                layouts = shards_of([(world, 8)] * 64, world)
-                for bucket in scheduled(layouts, ranks_per_node=8).buckets:
-                    self.assertEqual(bucket.node_size, node)
-                    if node > 1:
-                        ranks, rail = bucket.node_and_rail(world - 1)
-                        self.assertEqual(ranks, tuple(range(world - node, world)))
-                        self.assertEqual(rail, tuple(range(node - 1, world, node)))
-                        self.assertLessEqual(len(ranks) + len(rail), 514)
-
     def test_contributions_are_larger(self):
         """They are summed before they are rounded. Few replicas relay what is much for a bucket."""
         layouts = shards_of([(8, 8)] * 64, 1, replicas=2)
@@ -226,21 +214,6 @@ class TestMuonSchedule(TestCase):
             more = scheduled(summed).buckets
         self.assertGreater(len(more), len(once))
         self.assertEqual({bucket.relayed for bucket in once}, {True})
-
-    def test_nodes_of_several_kinds(self):
-        """A group has nodes where equally many of its ranks stand together."""
-        for ranks, peers, size in (
-            (range(12), 11, 4),
-            # One rank of each node: as many together as leaves the fewest peers.
-            (range(0, 36, 4), 8, 3),
-            # Four of one node, two of another.
-            (range(6), 5, 2),
-            (range(7), 6, 1),
-            (range(12), 3, 1),
-        ):
-            with self.subTest(ranks=ranks, peers=peers, size=size):
-                found = levels.node_size_of(tuple(ranks), peers, 4, 4)
-                self.assertEqual(found, size, f"{ranks}")
 
     def test_every_owner_works_in_every_bucket(self):
         """Buckets, run sequentially, take hardly longer than the busiest owner's own work.
