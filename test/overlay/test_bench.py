@@ -47,9 +47,14 @@ def test_bytes_are_the_least(capsys):
     assert table_of(printed, "adamw")[0] == "0.000"
 
 
-def test_a_step_takes_no_less_than_simulated():
+@pytest.mark.parametrize(
+    ("settings", "work", "count"),
+    [(check.SETTINGS, check.work, 12), (check.RELAYED, check.work_relayed, 16)],
+    ids=["exchanges", "relays"],
+)
+def test_a_step_takes_no_less_than_simulated(settings, work, count):
     """Newton-Schulz and the wire are sleeps, which other programs can only prolong."""
-    found = check.rows(fleet.run(check.work, 1, check.WORLD, 300))
-    assert len(found) == 12
+    found = check.rows(settings, fleet.run(work, 1, check.WORLD, 300))
+    assert len(found) == count
     for setting, measured, simulated in found:
         assert measured > 0.99 * simulated, setting

@@ -26,6 +26,12 @@ from torch.optim._muon_engine.layouts.layout import check_cover
 from torch.optim._muon_engine.schedule import buckets, division
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.levels import passed_on
+from torch.optim._muon_engine.schedule.order import (
+    Action,
+    local_order,
+    LocalWork,
+    step_order,
+)
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_split import Split
 from tools.bench.models import Model
@@ -117,18 +123,19 @@ def test_forms_by_hand():
     assert block.nbytes == 26 * elements / 4 + 60 * 3072**2
 
 
-def test_relays_travel_with_the_group_s_next_but_one_bucket():
-    """Those of the last two buckets have no later one: they come at the end."""
+def test_relays_take_turns_with_batches_by_hand():
+    """Eight replicas, in four buckets. An owner's batch takes 1 s, and each of the eight relays of a bucket 0.25 s."""
     layouts = layouts_of(Model([(4, 4)] * 32), "ddp", 8)
     plan = make_plan(schedule_of(layouts), 8, 1)
     assert len(plan.buckets) == 4
-    step = simulate(plan, BY_HAND)
-    kinds = [e.kind for e in step.events if e.kind in ("orthogonalize", "relay")]
-    runs = [(kind, len([*run])) for kind, run in itertools.groupby(kinds)]
-    relays = ("relay", 8)
-    assert runs[:2] == [("orthogonalize", 2), relays]
-    assert runs[2:4] == [("orthogonalize", 1), relays]
-    assert runs[4:] == [("orthogonalize", 1), ("relay", 16)]
+    hardware = replace(BY_HAND, inter_bandwidth=128.0, inter_latency=0.0)
+    # During bucket 2, two relays of bucket 0 are in flight; the other six follow the batch: 1 + 6 x 0.25 s.
+    # So it is in bucket 3. The relays of buckets 2 and 3 come at the end.
+    seconds = 1 + 1 + 2.5 + 2.5 + 2 + 2
+    assert simulate(plan, hardware).done.tolist() == [seconds] * 8
+    # Relays of 2 s each decide how long buckets 2 and 3 take.
+    slow = replace(hardware, inter_bandwidth=16.0)
+    assert simulate(plan, slow).seconds == 1 + 1 + 4 * 16
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
@@ -182,6 +189,44 @@ def reported(case):
     schedule = report.schedule_of(case, Hardware())
     of_case = report.report(case, schedule, Hardware())
     return report.comparisons(of_case, Hardware())
+
+
+def test_batches_and_relays_have_the_engine_s_order():
+    """On each rank; batches that follow each other count as one."""
+    model = Model([(24, 16), (16, 40), (4, 16)] * 64)
+    schedule = schedule_of(layouts_of(model, *PLACES["hsdp-relayed"]))
+    plan = make_plan(schedule, 16, 1)
+    groups = [bucket.ranks for bucket in schedule.buckets]
+    events = simulate(plan, BY_HAND).events
+    for rank in range(16):
+        work = {}
+        for index, (bucket, of_all) in enumerate(zip(schedule.buckets, plan.buckets)):
+            if rank not in bucket.ranks:
+                continue
+            owned = schedule.owned(bucket).get(rank, ())
+            shapes = {schedule.layouts[matrix].full_shape for matrix in owned}
+            relays = schedule.relays(bucket, rank)
+            work[index] = LocalWork(of_all, batches=[*shapes], relays=relays)
+        expected = []
+        for action, _, _ in local_order(step_order(groups, 1), groups, work):
+            if action in (Action.ORTHOGONALIZE, Action.RELAY):
+                expected.append(action.value)
+        found = []
+        for event in events:
+            if event.kind in expected and rank in event.ranks:
+                found.append(event.kind)
+        # At least one relay begins between two batches.
+        assert "orthogonalize relay orthogonalize" in " ".join(expected)
+        assert joined(found) == joined(expected)
+
+
+def joined(kinds):
+    """``kinds`` with one batch for several that follow each other."""
+    result = []
+    for kind, following in itertools.pairwise([*kinds, None]):
+        if kind != following or kind == "relay":
+            result.append(kind)
+    return result
 
 
 def test_report():
@@ -260,6 +305,8 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
         (["--layout", "hsdp:8x9", "--active-experts", "1"], "A x B = 64"),
         (["--layout", "any", "--html", "x", "--active-experts", "1"], "one layout"),
         (["--tokens", "1", "--tokens-per-rank", "1"], "give one of them"),
+        (["--shard-dim", "1", "--active-experts", "1"], "has no stacks of experts"),
+        (["--split", "--active-experts", "1"], "split_of knows no fused weight"),
         (["--model", "json:lost"], "json:lost is not .* AttributeError"),
         (["--model", "json"], "json is not .*no function is named after a colon"),
         (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
@@ -340,6 +387,45 @@ def test_search_finds_what_trying_everything_finds(monkeypatch):
     found = late.run(-math.inf)
     assert (found.tried, found.left_out) == (4, len(combinations) - 4)
     assert late.run(math.inf).steps == search.found.steps
+
+
+def test_what_users_have_already():
+    """The step is the one that the search finds with these changes, and so is the memory."""
+    case = Case("small", "fsdp", 8, own=SEARCHED)
+    both, notes = own.as_users_have_it(SEARCHED, "matrices", 1, True)
+    assert (both.stacked, both.is_split) == (False, True)
+    assert notes.endswith(
+        "stacks of experts are Shard(1) and 4 fused weights are split"
+    )
+    assert own.as_users_have_it(SEARCHED, "matrices", 0, False) == (
+        SEARCHED,
+        "matrices",
+    )
+    search = Search(case, Options(), SLOW)
+    for place in search.places:
+        expected = reported_on(place.case)["elements"].max()
+        assert search._fullest(place) == expected
+    last = search.places[-1]
+    assert (len(search.places), len(last.changes), last.case.model) == (4, 2, both)
+    assert len(Search(last.case, Options(), SLOW).places) == 1
+
+
+def reported_on(case):
+    return report.report(case, report.schedule_of(case, SLOW), SLOW)
+
+
+def test_usual_numbers_of_ranks_with_different_experts():
+    for experts, ranks, expected in (
+        (48, 64, [8, 16]),
+        (256, 2048, [8, 16, 32, 64, 128, 256]),
+        (384, 96, [8, 16, 32]),
+        # Within a node.
+        (60, 64, [4]),
+        (8, 4, [4]),
+        (7, 64, []),
+        (0, 64, []),
+    ):
+        assert own._expert_sizes(experts, ranks, 8) == expected
 
 
 def test_layouts_side_by_side(tmp_path, capsys):

@@ -88,6 +88,14 @@ def _add_simulation(add: Callable[..., object]) -> None:
         default=["fsdp"],
         help=f"of --model: {own.FORMS}; several are compared, any means all that are sensible",
     )
+    add(
+        "--shard-dim",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="how you shard stacks of experts: Shard(0), FSDP2's default, or Shard(1)",
+    )
+    add("--split", action="store_true", help="you split fused weights as split_of does")
     tokens = "tokens of a training step"
     add("--tokens", type=int, help=f"{tokens} on all ranks together")
     add("--tokens-per-rank", type=int, metavar="N", help=f"{tokens} on each rank")
@@ -178,8 +186,12 @@ def run_bytes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def run_check(args: argparse.Namespace) -> Iterator[str]:
-    results = fleet.run(check.work, args.reps, check.WORLD, args.timeout)
-    yield check.text(results)
+    for what, settings, work in (
+        ("exchange", check.SETTINGS, check.work),
+        ("relays", check.RELAYED, check.work_relayed),
+    ):
+        results = fleet.run(work, args.reps, check.WORLD, args.timeout)
+        yield check.text(what, settings, results)
 
 
 def run_splits(args: argparse.Namespace) -> Iterator[str]:
@@ -222,6 +234,7 @@ def _of_model(args: argparse.Namespace, hardware: Hardware, options: Options) ->
     if args.tokens and args.tokens_per_rank:
         raise ValueError("--tokens and --tokens-per-rank: give one of them")
     model, notes = own.read(args.model, args.active_experts)
+    model, notes = own.as_users_have_it(model, notes, args.shard_dim, args.split)
     name, ranks = Path(args.model).stem, args.ranks
     tokens = args.tokens
     if args.tokens_per_rank:

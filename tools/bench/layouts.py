@@ -36,6 +36,7 @@ WORKLOADS: dict[str, list[Shape]] = {
     "small560": SMALL_BLOCK * 80,
     "fused": [(1536, 1536)] * 8,  # for ``splits``
     "square": [(64, 64)] * 16,  # for ``check``
+    "two": [(64, 64), (64, 96)] * 16,  # for ``check``: batches of two shapes
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
 }
 LAYOUTS = {
@@ -60,10 +61,12 @@ def fits(layout: str, world: int) -> bool:
     return layout not in ("hsdp", "fsdp_tp") or (world >= 4 and world % 2 == 0)
 
 
-def lay(layout: str, workload: str, world: int, device: str = "cpu") -> Laid:
-    """Makes random parameters with random gradients, equal on all replicas."""
+def lay(
+    layout: str, workload: str, world: int, device: str = "cpu", outer: int = 2
+) -> Laid:
+    """Makes random parameters with random gradients, equal on all replicas. A mesh of two dimensions has ``outer`` rows."""
     linears = _linears(workload, device)
-    make_config = _wrap(layout, linears, world, device)
+    make_config = _wrap(layout, linears, world, device, outer)
     torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
     return Laid(WORKLOADS[workload], _random_parameters(linears), make_config)
 
@@ -96,7 +99,9 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeConfig:
+def _wrap(
+    layout: str, linears: nn.ModuleList, world: int, device: str, outer: int
+) -> MakeConfig:
     if layout == "ddp":
         DistributedDataParallel(linears)
         return partial(_ddp_config, dist.group.WORLD)
@@ -111,7 +116,7 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeC
     if layout == "shard":
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("outer",))
     else:
-        sizes = 2, world // 2
+        sizes = outer, world // outer
         mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "inner"))
     for index, linear in enumerate(linears):
         if layout == "fsdp_tp":

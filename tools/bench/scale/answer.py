@@ -12,10 +12,10 @@ from tools.bench.models import Model, Shape
 
 from ..engine_view import batch_size
 from ..table import render
-from .costs import ADAMW_STATE, MUON_STATE, TRAINING_BYTES
+from .costs import ADAMW, ADAMW_STATE, MUON_STATE, TRAINING_BYTES
 from .hardware import Hardware
 from .report import milliseconds
-from .search import Change, Found, WORTH
+from .search import Change, Combination, Found, WORTH
 from .timeline import Step
 
 
@@ -179,10 +179,18 @@ def _changes(found: Found, rest: float) -> str:
     for step in steps:
         share = step.seconds / (step.seconds + rest)
         names = " + ".join(sorted(letters[change] for change in step.changes))
-        lines.append(f"  {milliseconds(step.seconds):>6} ms, {share:.2%}: {names}")
+        figures = f"{milliseconds(step.seconds):>6} ms, {share:.2%}, {_stored(step)} GB"
+        lines.append(f"  {figures}: {names}")
     for change, letter in letters.items():
         lines.append(f"  {letter}: {change.full}")
+    now = _stored(found.best[0])
+    lines.append(f"GB: weights, gradients and momentum of the fullest rank; {now} now.")
     return "\n".join(lines)
+
+
+def _stored(combination: Combination) -> str:
+    """GB of weights, gradients and momentum of the fullest rank."""
+    return f"{TRAINING_BYTES * combination.elements / 1e9:.1f}"
 
 
 def _count(searches: Sequence[Found]) -> str:
@@ -207,26 +215,31 @@ def layouts_answer(
         best = found.fastest
         meanings |= dict.fromkeys(best.changes)
         share = best.seconds / (best.seconds + report["rest"])
-        kept = TRAINING_BYTES * float(report["elements"].max()) / 1e9
+        adamw = best.elements * ADAMW / hardware.memory_bandwidth
+        more = share - adamw / (adamw + report["rest"])
         cells = [
             report["case"].mesh,
             milliseconds(report["step"]),
             f"{report['of_training']:.2%}",
             milliseconds(best.seconds),
             f"{share:.2%}",
-            f"{kept:.1f}",
+            milliseconds(adamw),
+            f"{more:.2%}",
+            _stored(best),
             " + ".join(change.short for change in best.changes) or "nothing",
         ]
         rows.append((best.seconds, cells))
     in_order = sorted(rows, key=lambda row: row[0])
-    head = ["layout", "ms", "share", "best, ms", "share", "GB", "with"]
+    head = ["layout", "ms", "share", "best, ms", "share"]
+    head += ["AdamW, ms", "Muon's - AdamW's", "GB", "with"]
     table = render(head, [cells for _, cells in in_order])
     case = reports[0]["case"]
     title = f"{case.name}, {case.world} ranks\nMuon has {notes}."
     rest = f"{reports[0]['rest']:.3g}"
     legend = [
-        f"share: of a training step, whose rest takes {rest} s in each layout here. GB: weights, gradients and momentum of",
-        f"the fullest rank. Simulated: {_count(searches)}.",
+        f'share: of a training step, whose rest takes {rest} s in each layout here. The columns from "best" on are with the',
+        "changes. AdamW: fused, for the same parameters. Muon's - AdamW's: of the shares. GB: weights, gradients and",
+        f"momentum of the fullest rank. Simulated: {_count(searches)}.",
     ]
     for change in meanings:
         legend.append(f"  {change.short}: {change.full}")

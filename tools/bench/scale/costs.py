@@ -48,6 +48,29 @@ class MatrixKind(NamedTuple):
 
 
 @cache
+def batch_seconds(
+    kind: MatrixKind,
+    count: int,
+    algorithm: str,
+    hardware: Hardware,
+    in_graph: bool = False,
+) -> tuple[float, ...]:
+    """Seconds of one owner for each batch of its ``count`` matrices, or for each of its blocks of matrices. The collectives
+    of divided matrices come on top. A CUDA graph takes the kernels for smaller matrices.
+    """
+    if kind.owners > 1:
+        return (block_work(kind, algorithm).seconds(hardware),) * count
+    size = batch_size(kind.shape, algorithm)
+    full_batches, remaining = divmod(count, size)
+    seconds: tuple[float, ...] = ()
+    for matrices, batches in ((size, full_batches), (remaining, 1)):
+        if matrices and batches:
+            form = form_of(kind.shape, matrices, algorithm, in_graph)
+            of_matrix = matrix_work(kind.shape, form).seconds(hardware)
+            seconds += (matrices * of_matrix,) * batches
+    return seconds
+
+
 def newton_schulz_seconds(
     kind: MatrixKind,
     count: int,
@@ -55,20 +78,8 @@ def newton_schulz_seconds(
     hardware: Hardware,
     in_graph: bool = False,
 ) -> float:
-    """Seconds of one owner for its ``count`` matrices, or blocks of matrices, in the batches of a step. The collectives
-    of divided matrices come on top. A CUDA graph takes the kernels for smaller matrices.
-    """
-    if kind.owners > 1:
-        return count * block_work(kind, algorithm).seconds(hardware)
-    size = batch_size(kind.shape, algorithm)
-    full_batches, remaining = divmod(count, size)
-    seconds = 0.0
-    for matrices, batches in ((size, full_batches), (remaining, 1)):
-        if matrices and batches:
-            form = form_of(kind.shape, matrices, algorithm, in_graph)
-            of_matrix = matrix_work(kind.shape, form).seconds(hardware)
-            seconds += batches * matrices * of_matrix
-    return seconds
+    """The sum of :func:`batch_seconds`."""
+    return sum(batch_seconds(kind, count, algorithm, hardware, in_graph))
 
 
 def matrix_work(shape: Shape, form: str) -> Work:

@@ -186,7 +186,8 @@ def _notes(model: Model, parameters: Parameters) -> str:
     ours = sum(map(math.prod, model.shapes)) / 1e9
     total = sum(map(math.prod, parameters.everything.values())) / 1e9
     count = len(model.names)
-    notes = f"{count:,} matrices with {ours:.3g} of {total:.3g} billion parameters"
+    parameters_of = f"{_rounded(ours)} of {_rounded(total)} billion parameters"
+    notes = f"{count:,} matrices with {parameters_of}"
     if model.n_experts:
         notes += f"; {model.active} of {model.n_experts} experts are active"
     # Names without the numbers of layers.
@@ -203,6 +204,11 @@ def _notes(model: Model, parameters: Parameters) -> str:
         names = listed(doubtful, 3)
         notes += f".\nAmong them are some that look like AdamW's: {names}"
     return notes
+
+
+def _rounded(number: float) -> str:
+    """With three digits or more, and without an exponent."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def case_of(
@@ -224,7 +230,7 @@ def case_of(
 
 
 def sensible_layouts(model: Model, ranks: int, hardware: Hardware) -> list[str]:
-    """FSDP over all ranks; HSDP and expert parallelism over whole nodes, four times as many each; and DDP. Weights,
+    """FSDP over all ranks; HSDP over whole nodes, four times as many each; DDP; and expert parallelism. Weights,
     gradients and momentum of Muon's matrices take at most half of a GPU's memory, except under FSDP.
     """
     total = TRAINING_BYTES * sum(map(math.prod, model.shapes))
@@ -240,7 +246,50 @@ def sensible_layouts(model: Model, ranks: int, hardware: Hardware) -> list[str]:
             layouts.append(f"hsdp:{ranks // size}x{size}")
     if ranks > 1 and total <= hardware.memory / 2:
         layouts.append("ddp")
-    for size in sizes:
-        if model.n_experts and model.n_experts % size == 0:
-            layouts.append(f"fsdp-ep:{ranks // size}x{size}")
+    for size in _expert_sizes(model.n_experts, ranks, hardware.gpus_per_node):
+        layouts.append(f"fsdp-ep:{ranks // size}x{size}")
     return layouts
+
+
+def _expert_sizes(experts: int, ranks: int, node: int) -> list[int]:
+    """The usual numbers of ranks with different experts, as far as they divide the experts and the ranks: whole nodes,
+    twice as many each; or else as many ranks of a node as possible.
+    """
+    common = math.gcd(experts, ranks)
+    if not experts:
+        return []
+    sizes = []
+    size = node
+    while size <= common:
+        if common % size == 0:
+            sizes.append(size)
+        size *= 2
+    inside_node = math.gcd(common, node)
+    if not sizes and inside_node > 1:
+        sizes.append(inside_node)
+    return sizes
+
+
+def as_users_have_it(
+    model: Model, notes: str, shard_dim: int, is_split: bool
+) -> tuple[Model, str]:
+    """``model`` and ``notes`` with stacks of experts that are cut along ``shard_dim``, and with fused weights that are
+    split.
+
+    Raises:
+        ValueError: the model has no such weights.
+    """
+    done = []
+    if shard_dim == 1:
+        if not model.stacked:
+            raise ValueError("--shard-dim 1: the model has no stacks of experts")
+        model = model._replace(stacked=False)
+        done.append("stacks of experts are Shard(1)")
+    if is_split:
+        if not model.fused:
+            raise ValueError("--split: split_of knows no fused weight of the model")
+        model = model._replace(is_split=True)
+        done.append(f"{len(model.fused)} fused weights are split")
+    if done:
+        notes += f".\nAs you have it, {' and '.join(done)}"
+    return model, notes

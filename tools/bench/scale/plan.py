@@ -15,7 +15,7 @@ from torch.optim._muon_engine.layouts.layout import Ranks, Shards
 from torch.optim._muon_engine.schedule.schedule import Bucket, Schedule
 from torch.optim._newton_schulz import NS_DTYPE
 
-from .costs import MatrixKind, newton_schulz_seconds
+from .costs import batch_seconds, MatrixKind
 from .hardware import Hardware
 
 
@@ -145,16 +145,27 @@ class BucketPlan:
     elements: "Elements"
     relays: list[Wave]
 
-    def seconds(self, hardware: Hardware, algorithm: str = "quintic") -> NDArray:
-        """The time of each owner's Newton-Schulz."""
-        seconds = np.zeros(len(self.owners))
+    def batches(self, hardware: Hardware, algorithm: str) -> tuple[NDArray, NDArray]:
+        """The time of each owner's blocks of divided matrices, which come first, shape (owners,); and of its batches, in
+        their order, shape (most batches, owners).
+        """
+        divided = np.zeros(len(self.owners))
+        by_owner: list[list[float]] = []
         for owner, kinds in enumerate(self.work):
+            whole: list[float] = []
             for kind, count in kinds.items():
-                of_kind = newton_schulz_seconds(kind, count, algorithm, hardware)
-                seconds[owner] += of_kind
+                seconds = batch_seconds(kind, count, algorithm, hardware)
+                if kind.owners > 1:
+                    divided[owner] += sum(seconds)
+                else:
+                    whole += seconds
             for block in self.shared[owner]:
-                seconds[owner] += seconds_together(block, hardware)
-        return seconds
+                divided[owner] += seconds_together(block, hardware)
+            by_owner.append(whole)
+        batches = np.zeros((max(map(len, by_owner)), len(by_owner)))
+        for owner, whole in enumerate(by_owner):
+            batches[: len(whole), owner] = whole
+        return divided, batches
 
 
 class Elements(NamedTuple):

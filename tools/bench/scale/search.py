@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch.optim._muon_engine.layouts.layout import Layout, Shape
 from torch.optim._muon_engine.schedule.owners import assign_owners
 
@@ -50,10 +51,11 @@ class Place(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """A simulated combination of ``changes``."""
+    """A simulated combination of ``changes``, with the ``elements`` that the fullest rank stores."""
 
     seconds: float
     changes: Changes
+    elements: float = 0.0
 
     @property
     def keeps_bits(self) -> bool:
@@ -164,6 +166,7 @@ class _Known:
         # By the number of a place.
         self.layouts: dict[int, list[Layout]] = {}
         self.shapes: dict[int, Counter[Shape]] = {}
+        self.elements: dict[int, float] = {}
         # By place, owners and algorithm: the number of a division. Several numbers of owners may divide nothing.
         self.divisions: dict[tuple, int] = {}
         # By place, and by the number of blocks of each matrix: the number of the division.
@@ -260,7 +263,8 @@ class Search:
             if self._least(schedule, options) >= known:
                 continue
             seconds = self._simulate(schedule, options)
-            combination = combination._replace(seconds=seconds)
+            elements = self._fullest(schedule.place)
+            combination = combination._replace(seconds=seconds, elements=elements)
             if seconds < known:
                 best[len(changes)] = combination
             if seconds < _least_with(self.best, len(changes)):
@@ -335,3 +339,14 @@ class Search:
             layouts = self._layouts_of(place)
             self.known.shapes[number] = Counter(layout.shape for layout in layouts)
         return self.known.shapes[number]
+
+    def _fullest(self, place: Place) -> float:
+        """The elements that the fullest rank stores."""
+        number = self.places.index(place)
+        if number not in self.known.elements:
+            layouts = self._layouts_of(place)
+            stored = np.zeros(place.case.world)
+            for shards, count in Counter(layout.shards for layout in layouts).items():
+                stored[list(shards.ranks)] += count * np.array(shards.numels)
+            self.known.elements[number] = float(stored.max())
+        return self.known.elements[number]

@@ -1,11 +1,15 @@
 """Plays one step in the order of ``schedule/order.py`` for all ranks at once: vectors of times, in seconds."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.schedule.order import Phase, step_order
+from torch.optim._muon_engine.schedule.order import (
+    Phase,
+    RELAYS_IN_FLIGHT,
+    step_order,
+)
+from torch.optim._newton_schulz import NS_DTYPE
 
 from .costs import DEFAULT, Options, PACK, passes_of
 from .hardware import Hardware
@@ -70,41 +74,39 @@ class Timeline:
             held, sent, applied, packed = bucket.elements
             if phase is Phase.GATHER:
                 nbytes = of_element.accumulate * held + of_element.blend * sent
-                self.go_through(bucket, nbytes)
+                self.go_through(bucket.ranks, nbytes)
                 self.exchange(bucket, "gather")
             elif phase is Phase.COMPUTE:
                 self.wait(bucket)
-                self.go_through(bucket, PACK * packed)
+                self.go_through(bucket.ranks, PACK * packed)
                 self.orthogonalize(bucket, to_relay)
                 to_relay.clear()
             elif phase is Phase.SCATTER:
                 self.exchange(bucket, "scatter")
             elif phase is Phase.APPLY:
                 self.wait(bucket)
-                self.go_through(bucket, of_element.apply * applied)
+                self.go_through(bucket.ranks, of_element.apply * applied)
                 to_relay.append(bucket)
             else:
                 to_relay.remove(bucket)
-                self.now = self.relay([bucket])
-                self.apply_relayed([bucket])
+                Turns(self).relay(bucket)
         return Step(self.now, self.busy, self.passes, self.events)
 
-    def go_through(self, bucket: BucketPlan, nbytes: NDArray) -> None:
-        """A pass of each rank over ``nbytes`` of its memory."""
+    def go_through(self, ranks: NDArray, nbytes: NDArray) -> None:
+        """A pass of each of ``ranks`` over ``nbytes`` of its memory."""
         seconds = nbytes / self.hardware.memory_bandwidth
-        begin = self.now[bucket.ranks]
-        end = begin + seconds
-        self.now[bucket.ranks] = end
-        self.passes[bucket.ranks] += seconds
-        if seconds.any():
-            self.events.append(Event("passes", bucket.ranks, begin, end))
+        self.passes[ranks] += seconds
+        self.compute("passes", ranks, seconds)
 
-    def apply_relayed(self, buckets: Sequence[BucketPlan]) -> None:
-        """The passes over what relays brought."""
-        apply = passes_of(self.options).apply
-        for bucket in buckets:
-            relayed = bucket.elements.held - bucket.elements.applied
-            self.go_through(bucket, apply * relayed)
+    def compute(self, kind: str, ranks: NDArray, seconds: NDArray) -> None:
+        """Each of ``ranks`` works for its ``seconds``."""
+        begin = self.now[ranks]
+        end = begin + seconds
+        self.now[ranks] = end
+        works = seconds > 0
+        if works.any():
+            event = Event(kind, ranks[works], begin[works], end[works])
+            self.events.append(event)
 
     def exchange(self, bucket: BucketPlan, kind: str) -> None:
         """A gather or scatter; a second hop begins when the first is over."""
@@ -147,29 +149,89 @@ class Timeline:
         self.now[bucket.ranks] = np.maximum(now, arrived)
 
     def orthogonalize(self, bucket: BucketPlan, to_relay: list[BucketPlan]) -> None:
-        """Each rank's matrices of ``bucket``, while the results of the buckets ``to_relay`` travel. The engine has
-        two relays in flight, which take turns with the batches. Here a link takes them in turn, and batches do
-        not end.
-        """
-        relayed = self.relay(to_relay)
-        ranks = bucket.ranks[bucket.owners]
-        begin = self.now[ranks]
-        seconds = bucket.seconds(self.hardware, self.options.algorithm)
-        end = begin + seconds
-        self.busy[ranks] += seconds
-        self.now[ranks] = end
-        self.events.append(Event("orthogonalize", ranks, begin, end))
-        self.now = np.maximum(self.now, relayed)
-        self.apply_relayed(to_relay)
+        """Each rank's matrices of ``bucket``, in turns with the relays of the buckets ``to_relay``."""
+        owners = bucket.ranks[bucket.owners]
+        divided, batches = bucket.batches(self.hardware, self.options.algorithm)
+        seconds = batches.sum(0)
+        self.busy[owners] += divided + seconds
+        is_relayed = any(earlier.relays for earlier in to_relay)
+        if not is_relayed:
+            self.compute("orthogonalize", owners, divided + seconds)
+            return
+        # No relay comes between the collectives of the owners of divided matrices.
+        self.compute("orthogonalize", owners, divided)
+        turns = Turns(self, owners, batches)
+        for earlier in to_relay:
+            turns.relay(earlier)
+        turns.finish()
 
-    def relay(self, buckets: list[BucketPlan]) -> NDArray:
-        """Starts all broadcasts of ``buckets``; when each rank has everything from them."""
-        arrived = self.now.copy()
-        for bucket in buckets:
-            for wave in bucket.relays:
-                received = self.broadcast(wave)
-                arrived[wave.ranks] = np.maximum(arrived[wave.ranks], received)
-        return arrived
+
+class Turns:
+    """The turns of batches and relays on each rank, as :func:`local_order` makes them. A relay begins when the batches and
+    the relays before it are over, except for the relays in flight.
+
+    Args:
+        owners: the ranks that orthogonalize.
+        batches: how long they do, in the shape (most batches, owners).
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        owners: NDArray | None = None,
+        batches: NDArray | None = None,
+    ) -> None:
+        self.timeline = timeline
+        world = timeline.plan.world
+        count = 0 if batches is None else len(batches)
+        self.batches = np.zeros((count, world))
+        if count:
+            self.batches[:, owners] = batches
+        # By rank: how many batches and relays have begun, and how many relays were waited for.
+        self.computed = np.zeros(world, int)
+        self.started = np.zeros(world, int)
+        self.awaited = np.zeros(world, int)
+        # When the relays in flight arrive, and how many bytes each rank applies then.
+        self.arrivals = np.zeros((RELAYS_IN_FLIGHT, world))
+        self.nbytes = np.zeros((RELAYS_IN_FLIGHT, world))
+
+    def relay(self, bucket: BucketPlan) -> None:
+        """Makes all relays of ``bucket``, and the batches between them."""
+        for wave in bucket.relays:
+            ranks = wave.ranks.ravel()
+            in_flight = self.started[ranks] - self.awaited[ranks]
+            self.compute_and_wait(ranks[in_flight == RELAYS_IN_FLIGHT])
+            arrived = self.timeline.broadcast(wave)
+            place = self.started[ranks] % RELAYS_IN_FLIGHT
+            received = np.where(wave.is_source, 0.0, wave.nbytes[:, None])
+            self.arrivals[place, ranks] = arrived.ravel()
+            self.nbytes[place, ranks] = received.ravel()
+            self.started[ranks] += 1
+        while (self.started > self.awaited).any():
+            self.compute_and_wait(np.flatnonzero(self.started > self.awaited))
+
+    def compute_and_wait(self, ranks: NDArray) -> None:
+        """The next batch of ``ranks``, and then the wait for their first relay in flight, whose results they apply."""
+        self.compute_batch(ranks)
+        timeline = self.timeline
+        place = self.awaited[ranks] % RELAYS_IN_FLIGHT
+        arrived = self.arrivals[place, ranks]
+        timeline.now[ranks] = np.maximum(timeline.now[ranks], arrived)
+        elements = self.nbytes[place, ranks] / NS_DTYPE.itemsize
+        timeline.go_through(ranks, passes_of(timeline.options).apply * elements)
+        self.awaited[ranks] += 1
+
+    def compute_batch(self, ranks: NDArray) -> None:
+        ranks = ranks[self.computed[ranks] < len(self.batches)]
+        seconds = self.batches[self.computed[ranks], ranks]
+        self.timeline.compute("orthogonalize", ranks, seconds)
+        self.computed[ranks] += 1
+
+    def finish(self) -> None:
+        """Computes the batches that are left."""
+        everyone = np.arange(self.timeline.plan.world)
+        for _ in self.batches:
+            self.compute_batch(everyone)
 
 
 def simulate(plan: Plan, hardware: Hardware, options: Options = DEFAULT) -> Step:

@@ -166,8 +166,8 @@ def _signatures(
     }
     options: dict[int, dict[str, str]] = {}
     for param in setting.params:
-        if param.group not in options:
-            options[param.group] = param.formulas.signature() | of_config
+        if param.param_group not in options:
+            options[param.param_group] = param.formulas.signature() | of_config
     owners_per_matrix = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
         key, param = layout.key, setting.params[layout.key.index]
@@ -178,7 +178,7 @@ def _signatures(
             "owners_per_matrix": f"{owners_per_matrix} ({key.block[1]} for this one)",
             "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
             # Before the shape, which follows from it.
-            "split": options[param.group]["split"],
+            "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
             "dtype": str(param.tensor.dtype),
             "grad_dtype": str(layout.dtype),
@@ -188,7 +188,7 @@ def _signatures(
             "replaced": str(param.tensor not in before),
             "owner": str(owner),
         }
-        fields |= options[param.group]
+        fields |= options[param.param_group]
         yield layout.holders, Signature(layout.describe(), tuple(fields.items()))
 
 

@@ -51,9 +51,9 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     replaced: list[Replacement] = []
-    for group in dict.fromkeys(param.group for param in now):
-        before = [param for param in former if param.group == group]
-        after = [param for param in now if param.group == group]
+    for param_group in dict.fromkeys(param.param_group for param in now):
+        before = [param for param in former if param.param_group == param_group]
+        after = [param for param in now if param.param_group == param_group]
         moved = 0
         pairs: list[tuple[Param, Param]] = []
         for old, new in zip(before, after):

@@ -203,12 +203,12 @@ class Engine:
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they are unchanged."""
         at = 0
-        for group, options in enumerate(param_groups):
+        for param_group, options in enumerate(param_groups):
             for tensor in options["params"]:
                 if at == len(self.params):
                     return False
                 param = self.params[at]
-                if param.tensor is not tensor or param.group != group:
+                if param.tensor is not tensor or param.param_group != param_group:
                     return False
                 if param.traits != traits_of(tensor):
                     return False
@@ -298,8 +298,8 @@ class Engine:
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
         checked = {
-            group: (of_group.form, of_group.compute_key)
-            for group, of_group in enumerate(formulas)
+            param_group: (of_group.form, of_group.compute_key)
+            for param_group, of_group in enumerate(formulas)
         }
         if checked == self._checked_options:
             return
@@ -401,7 +401,7 @@ def _refusal(params: Sequence[Param], has_others: bool) -> str:
 def _check_forms(params: Sequence[Param], formulas: Sequence[Any]) -> None:
     """Raises ValueError if ``split`` or ``flatten`` of a group has changed."""
     for param in params:
-        form = formulas[param.group].form
+        form = formulas[param.param_group].form
         if param.form != form:
             raise ValueError(
                 f"split or flatten of {param.described} was {param.form}, and is now {form}: set it back, or build a new Muon"

@@ -185,12 +185,12 @@ class FunctionStep:
         """Accumulates the gradient, and makes this rank's piece: zeros without a gradient."""
         param, of_param = bucket.param, inputs.params[bucket.param.key.index]
         self.progress.now = "accumulate", [param]
-        inputs.accumulate(param.group, [param.key.index])
+        inputs.accumulate(param.param_group, [param.key.index])
         momentum, gradient = of_param.momentum, of_param.gradient
         if gradient is None:
             piece = torch.zeros_like(momentum)
         else:
-            (piece,) = inputs.formulas[param.group].blend([momentum], [gradient])
+            (piece,) = inputs.formulas[param.param_group].blend([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
         bucket.piece = like_param(param.tensor, piece)
@@ -204,7 +204,7 @@ class FunctionStep:
         if whole is None:
             return
         self.progress.now = "orthogonalize", [param]
-        formulas = inputs.formulas[param.group]
+        formulas = inputs.formulas[param.param_group]
         if bucket.owner != self.rank:
             bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
             return
@@ -280,18 +280,19 @@ class FunctionStep:
             # The learning rate of a matrix without columns cannot be scaled.
             return
         update = update.to(local_param.device).contiguous()
-        formulas, layouts = inputs.formulas[param.group], self.layouts[param.key.index]
+        formulas = inputs.formulas[param.param_group]
+        layouts = self.layouts[param.key.index]
         for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(local_param), region.of_local(update)
-                inputs.apply(param.group, layout.full_shape, [local], [part])
+                inputs.apply(param.param_group, layout.full_shape, [local], [part])
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)
             cut = formulas.matrices
             for local, part in zip(cut(local_param), cut(update)):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
-                inputs.apply(param.group, joined, [local], [part])
+                inputs.apply(param.param_group, joined, [local], [part])
 
     def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

@@ -80,7 +80,7 @@ class Binder:
             if matrix.owner != self._rank:
                 continue
             shape = matrix.layout.shape
-            of_group = formulas[matrix.group]
+            of_group = formulas[matrix.param_group]
             # An owner's blocks come before its other matrices, and each is alone.
             alone = matrix.index if matrix.products is not None else None
             batches = by_kind.setdefault((alone, of_group.compute_key, shape), [[]])
@@ -95,8 +95,12 @@ class Binder:
     def _groups_with_kernels(
         self, formulas: Mapping[int, Any] | Sequence[Any]
     ) -> set[int]:
-        groups = {param.group for param in self._params}
-        return {group for group in groups if formulas[group].has_kernels(self.device)}
+        param_groups = {param.param_group for param in self._params}
+        return {
+            param_group
+            for param_group in param_groups
+            if formulas[param_group].has_kernels(self.device)
+        }
 
     def _accumulating_params(self) -> set[int]:
         """The indices of the parameters of which this rank blends all that it stores, as regions without gaps. Kernels
@@ -107,7 +111,7 @@ class Binder:
         for bucket in self._buckets:
             for matrix in bucket.matrices:
                 is_taken = (
-                    matrix.group in self._fused_groups
+                    matrix.param_group in self._fused_groups
                     and not matrix.layout.shards.partial
                     and matrix.sent == matrix.shard
                     and all(region.is_contiguous for region in matrix.sent)
@@ -150,7 +154,7 @@ class Binder:
                 index = matrix.param_index
                 if index not in accumulated and index not in self._accumulating:
                     accumulated.add(index)
-                    new.setdefault(matrix.group, []).append(index)
+                    new.setdefault(matrix.param_group, []).append(index)
                 for _, region, view in bucket.gather_send.of(matrix.index):
                     sent.append(Entry(matrix, region, view))
             preparations.append(Preparation(matrices, new, self._blended(sent)))
@@ -240,7 +244,7 @@ class Binder:
         def kind_of(entry: Entry) -> Hashable:
             # The kernels take contiguous targets only.
             is_contiguous = entry.tensor.is_contiguous()
-            return entry.matrix.group, accumulates(entry), is_contiguous
+            return entry.matrix.param_group, accumulates(entry), is_contiguous
 
         chunks = self._chunks(entries, kind_of)
         if not self.is_cpu:
@@ -262,7 +266,7 @@ class Binder:
             # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
             of_storage = stored.device, stored.dtype
             has_update = entry.tensor is not None
-            return matrix.group, matrix.layout.full_shape, of_storage, has_update
+            return matrix.param_group, matrix.layout.full_shape, of_storage, has_update
 
         return self._chunks(entries, kind_of)
 
@@ -279,7 +283,7 @@ class Binder:
             sized = []
             for entry in joined_entries(entries):
                 nbytes = entry.region.numel * entry.matrix.layout.dtype.itemsize
-                if entry.matrix.group in self._fused_groups:
+                if entry.matrix.param_group in self._fused_groups:
                     # All regions in one launch.
                     nbytes = 0
                 sized.append((entry, kind_of(entry), nbytes))
@@ -298,7 +302,7 @@ class Binder:
             known.append(entry._replace(is_whole=is_whole))
         first = known[0].matrix
         tensors = [entry.tensor for entry in known]
-        return Chunk(first.group, first.layout.full_shape, known, tensors)
+        return Chunk(first.param_group, first.layout.full_shape, known, tensors)
 
     def _scratch_for(self, entry: Entry) -> Tensor | None:
         """Memory for the blended momentum of a region. All regions use the same memory, one after another."""

@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     to be updated.
     """
 
-    group: int
+    param_group: int
     # The whole matrix's, which scales the learning rate.
     shape: tuple[int, ...]
     entries: list[Entry]

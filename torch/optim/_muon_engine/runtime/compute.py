@@ -21,24 +21,27 @@ log = logging.getLogger("torch.optim.muon")
 
 
 class MuonCompute:
-    """The phases of a step, in the words of upstream's proposal for executors of optimizer steps, and what relays add. ``groups`` are
+    """The phases of a step, in the words of upstream's proposal for executors of optimizer steps, and what relays add. ``param_groups`` are
     the parameter groups of the matrices of this ``rank``.
     """
 
     def __init__(
-        self, binder: Binder, groups: Iterable[int], rank: int, progress: Progress
+        self, binder: Binder, param_groups: Iterable[int], rank: int, progress: Progress
     ) -> None:
         self.binder = binder
         self.rank = rank
         self.progress = progress
-        self._groups = sorted(groups)
+        self._param_groups = sorted(param_groups)
         # By parameter group: the options that decide which matrices share a batch.
         self._compute_keys: dict[int, Hashable] = {}
         self._bound: Mapping[LocalBucket, BoundBucket] = {}
 
     def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> bool:
         """Binds the work again if the options of batches have changed. Returns whether they have."""
-        keys = {group: formulas[group].compute_key for group in self._groups}
+        keys = {
+            param_group: formulas[param_group].compute_key
+            for param_group in self._param_groups
+        }
         if keys == self._compute_keys:
             return False
         self._compute_keys = keys
@@ -54,8 +57,8 @@ class MuonCompute:
         """
         for matrices, accumulated, chunks in self._bound[bucket].preparations:
             self.progress.now = "gather", matrices
-            for group, param_indices in accumulated.items():
-                inputs.accumulate(group, param_indices)
+            for param_group, param_indices in accumulated.items():
+                inputs.accumulate(param_group, param_indices)
             if log.isEnabledFor(logging.DEBUG):
                 self._log("gather", matrices)
             for chunk in chunks:
@@ -124,7 +127,7 @@ class MuonCompute:
                     gradient = region.of_local(gradient)
             momenta.append(momentum)
             gradients.append(gradient)
-        formulas = inputs.formulas[chunk.group]
+        formulas = inputs.formulas[chunk.param_group]
         if chunk.accumulates:
             formulas.accumulate_and_blend(momenta, gradients, chunk.tensors)
             return
@@ -163,7 +166,7 @@ class MuonCompute:
         first = batch.matrices[0]
         count = len(present)
         orthogonalize = partial(
-            inputs.formulas[first.group].orthogonalize,
+            inputs.formulas[first.param_group].orthogonalize,
             in_graph=batch.in_graph,
         )
         if len(batch.matrices) == 1:
@@ -202,7 +205,7 @@ class MuonCompute:
                 updates = tensors
                 if device != tensors[0].device:
                     updates = [update.to(device) for update in tensors]
-            inputs.apply(chunk.group, chunk.shape, local, updates)
+            inputs.apply(chunk.param_group, chunk.shape, local, updates)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
         for matrix in matrices:

@@ -30,7 +30,7 @@ class LocalMatrix:
         self.owner = schedule.owners[matrix_index]
         self.param_index = param.key.index
         # The parameter group, whose hyperparameters the matrix has.
-        self.group = param.group
+        self.param_group = param.param_group
         # The parameter and the matrix in it as it was before it was split or divided: this one has one gradient.
         split, _ = param.form
         parts = max(1, len(split.sizes))

@@ -66,7 +66,9 @@ def difference(
             names = [_described(matrices) for matrices in different]
             text = f"{reason}: {listed(names, 4)}"
             if reason == _OTHER_OPTIONS and inputs is not None:
-                text += f". This rank has {inputs.formulas[different[0][0].group]}"
+                text += (
+                    f". This rank has {inputs.formulas[different[0][0].param_group]}"
+                )
             return text
     return ""
 

@@ -61,10 +61,12 @@ class PackedStep:
             one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
         )
         binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
-        groups_of_params = {matrix.group for matrix in matrices.values()}
+        groups_of_params = {matrix.param_group for matrix in matrices.values()}
         self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
         self._executor: Any = None
-        self._bind({param.group: param.formulas for param in params})
+        # Whether nobody has asked how ranks differed in the last step.
+        self.is_unread = False
+        self._bind({param.param_group: param.formulas for param in params})
 
     def _in_order_of_gathers(self) -> list[LocalBucket]:
         """This rank's buckets as their gathers follow each other."""
@@ -105,14 +107,10 @@ class PackedStep:
         """The phase of the step that is running or failed; "" between steps."""
         return str(self.progress)
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether nobody has asked how ranks differed in the last step."""
-        return self.side_channel.is_unread
-
     def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
         self.progress.now = "statuses", self.side_channel.matrices
+        self.is_unread = not self.side_channel.awaits
         return self.drained(partial(self.side_channel.share, step, inputs))
 
     def run(self, inputs: StepInputs) -> None:
@@ -136,6 +134,7 @@ class PackedStep:
 
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+        self.is_unread = False
         return self.side_channel.mismatch()
 
     def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:

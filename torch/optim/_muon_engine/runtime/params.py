@@ -24,17 +24,22 @@ States = MutableMapping[Tensor, MutableMapping[str, Any]]
 class Param:
     """A parameter on this rank, as it was when the engine was built.
 
-    ``group`` is the index of its parameter group, and ``formulas`` (a MuonFormulas) has the group's options then.
+    ``param_group`` is the index of its parameter group, and ``formulas`` (a MuonFormulas) has the group's options then.
     """
 
     def __init__(
-        self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
+        self,
+        index: int,
+        tensor: Tensor,
+        name: str | None,
+        param_group: int,
+        formulas: Any,
     ) -> None:
         self.tensor = tensor
         self.key = Key(index, 0, name)
         # Its index when the optimizer got it, which the config's dicts count by.
         self.config_index = index
-        self.group = group
+        self.param_group = param_group
         self.formulas = formulas
         # How it becomes matrices: ``split`` and ``flatten``.
         self.form = formulas.form
@@ -198,7 +203,7 @@ class StepInputs:
                 moves = of_param.moves
                 if moves:
                     self.moves[index] = moves
-            if not of_param.is_placed or formulas[param.group].flatten:
+            if not of_param.is_placed or formulas[param.param_group].flatten:
                 self._to_place.append(of_param)
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
@@ -216,10 +221,10 @@ class StepInputs:
             param = of_param.param
             progress.now = "placement of the gradient", [param]
             of_param.place(
-                self._states[param.tensor], self.formulas[param.group].flatten
+                self._states[param.tensor], self.formulas[param.param_group].flatten
             )
 
-    def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
+    def accumulate(self, param_group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""
         momenta, gradients = [], []
         for index in param_indices:
@@ -228,18 +233,18 @@ class StepInputs:
                 momenta.append(of_param.momentum)
                 gradients.append(of_param.gradient)
         if momenta:
-            self.formulas[group].accumulate(momenta, gradients)
+            self.formulas[param_group].accumulate(momenta, gradients)
 
     def apply(
         self,
-        group: int,
+        param_group: int,
         shape: Sequence[int],
         params: list[Tensor],
         updates: list[Tensor] | None,
     ) -> None:
         """Decays and updates regions of parameters of one group. ``shape`` is that of their whole matrices."""
-        formulas, device = self.formulas[group], params[0].device
-        key = group, shape, device
+        formulas, device = self.formulas[param_group], params[0].device
+        key = param_group, shape, device
         step_size = self._step_sizes.get(key)
         if step_size is None:
             step_size = self._step_sizes[key] = formulas.step_size(shape, device)

@@ -46,8 +46,8 @@ class ReplicaValues:
 
     def _moves(self, place: int, inputs: StepInputs) -> bool:
         """Whether this step moves the matrices of a row."""
-        group = self._gradients[place - 1][0].group
-        return inputs.formulas[group].moves
+        param_group = self._gradients[place - 1][0].param_group
+        return inputs.formulas[param_group].moves
 
 
 def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:

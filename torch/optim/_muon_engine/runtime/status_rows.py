@@ -75,8 +75,8 @@ class StatusRows:
         self.rows[0, Header.STEP] = step
         self.rows[0, Header.MINUS_STEP] = -step
         self.rows[0, Header.ELSEWHERE] = differs
-        for group, places in self._places_of_group.items():
-            digest = inputs.formulas[group].digest
+        for param_group, places in self._places_of_group.items():
+            digest = inputs.formulas[param_group].digest
             self.rows[places, Column.OPTIONS] = digest
             self.rows[places, Column.MINUS_OPTIONS] = -digest
         # The usual step has all gradients, and so has the same statuses as the last one.
@@ -126,5 +126,5 @@ def _places_of_groups(
     """Parameter group -> the places of its rows in the table."""
     places: dict[int, list[int]] = {}
     for place, of_gradient in enumerate(gradients, 1):
-        places.setdefault(of_gradient[0].group, []).append(place)
+        places.setdefault(of_gradient[0].param_group, []).append(place)
     return {group: torch.tensor(of, device="cpu") for group, of in places.items()}

@@ -190,14 +190,8 @@ class SideChannel:
         self.matrices: list[LocalMatrix] = []
         for of_group in statuses:
             self.matrices += of_group.matrices
-        self.has_run = False
-        # Whether the result of the last step has not been read.
-        self.is_unread = False
-
-    @property
-    def awaits(self) -> bool:
-        """Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step."""
-        return self.device.type == "cpu" or not self.has_run
+        # Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step.
+        self.awaits = True
 
     def share(self, step: int, inputs: StepInputs) -> str:
         """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a mismatch on
@@ -208,7 +202,6 @@ class SideChannel:
         """
         text = ""
         awaits = self.awaits
-        self.is_unread = not awaits
         # The unusable gradient may be of a matrix that no other rank has.
         has_problem = bool(inputs.problems)
         for statuses in self.statuses:
@@ -232,11 +225,10 @@ class SideChannel:
         """Ends a step that has moved its matrices."""
         for statuses in self.statuses:
             statuses.finish(inputs)
-        self.has_run = True
+        self.awaits = self.device.type == "cpu"
 
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        self.is_unread = False
         texts = [statuses.mismatch() for statuses in self.statuses]
         return "; ".join(filter(None, texts))
 

@@ -25,7 +25,7 @@ def add_contributions(
     for holder, region, view in bucket.gather_recv.of(matrix.index):
         contributions.append((shards.contribution_of(holder), region, view))
     of_param = inputs.params[matrix.param_index]
-    formulas = inputs.formulas[matrix.group]
+    formulas = inputs.formulas[matrix.param_group]
     for region in matrix.sent:
         momentum = region.of_local(of_param.momentum)
         gradient = momentum

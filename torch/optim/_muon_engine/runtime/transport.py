@@ -118,6 +118,8 @@ def _transfer(
     """The all-to-all among ``group``; None if there is nothing to exchange."""
     if group is None:
         return None
+    if is_dry_run() and not (recv.flat.numel() and send.flat.numel()):
+        return None  # The fake backend refuses an empty side.
     start = partial(all_to_all, group=group)
     return Transfer(
         name, start, recv.flat, send.flat, recv.split_sizes, send.split_sizes
@@ -193,10 +195,8 @@ def all_to_all(
     recv_sizes: list[int],
     send_sizes: list[int],
     group: ProcessGroup | None,
-) -> dist.Work | None:
+) -> dist.Work:
     """Starts an all-to-all of flat tensors. The caller must keep the handle until it has waited."""
-    if not (recv.numel() and send.numel()) and is_dry_run():
-        return None  # The fake backend refuses an empty side.
     splits = {"output_split_sizes": recv_sizes, "input_split_sizes": send_sizes}
     return dist.all_to_all_single(recv, send, **splits, group=group, async_op=True)
 

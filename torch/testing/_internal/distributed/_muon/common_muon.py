@@ -257,6 +257,8 @@ def as_on_an_accelerator(optimizer):
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
     runner.side_channel.device = runner.compute.binder.device = device
+    # Only the first step waits for its statuses.
+    runner.side_channel.awaits = optimizer._engine.steps == 0
     for statuses in runner.side_channel.statuses:
         statuses.device = device
     # The next step binds its lists again.
