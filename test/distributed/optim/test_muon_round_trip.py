@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """The functions of a config outside of a step, and functions of users on several ranks."""
 
+import functools
 import itertools
 import warnings
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_groups import Strategy
+from torch.testing._internal.distributed._muon.common_modules import Run
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
@@ -195,6 +197,24 @@ class TestMuonFunctions(OnCPU):
             self.assertEqual([kind for kind, _ in outcomes], ["RuntimeError"] * 4)
             given = "None" if owner < 2 else r"\(4, 8\)"
             self.assertRegex(outcomes[owner][1], f"redistribute_fn was given {given}")
+
+    def test_wrapped_functions_over_fsdp1(self):
+        """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
+        flat, orig = Run(False, units=None), Run(True)
+        for run in (flat, orig):
+            common_muon.wrap_functions(run.config, "gather_fn")
+        orig.build()
+        for step in range(2):
+            orig.step()
+            self.assertEverywhere(orig.alone.problems(), f"step {step}")
+        pattern = "parameter 0 .*holds 8 matrices"
+        self.assertRaisesEverywhere(flat.build, ValueError, pattern)
+        flat = Run(False, units=None)
+        config, (given,) = flat.config, flat.model.parameters()
+        config.assign_fn([given], config.state)
+        gather = functools.partial(config.gather_fn, given.detach(), 0, config.state)
+        pattern = "parameter 0 holds 8 matrices"
+        self.assertRaisesEverywhere(gather, ValueError, pattern)
 
 
 if __name__ == "__main__":

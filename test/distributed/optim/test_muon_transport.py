@@ -2,18 +2,26 @@
 """The exchange of a step without an optimizer: each owner gets whole matrices, and each holder its part of the result."""
 
 import itertools
+from collections import defaultdict
 from contextlib import suppress
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Muon
+from torch.optim._muon_engine.agreement import Agreement
 from torch.optim._muon_engine.runtime.executor import drain, Executor, Progress
 from torch.optim._muon_engine.runtime.memory import Memory
+from torch.optim._muon_engine.runtime.matrices import matrices_of
+from torch.optim._muon_engine.runtime.params import Param, StepInputs
+from torch.optim._muon_engine.runtime.statuses import side_channel
 from torch.optim._muon_engine.runtime.transport import CollectiveError, local_buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.order import LocalWork, local_order, step_order
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.optim._muon_engine.schedule.packs import slots_for
+from torch.optim._muon_formulas import MuonFormulas
 from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_layouts import shards_of
@@ -151,6 +159,51 @@ class TestMuonTransport(common_distributed.MultiProcContinuousTest):
         self.assertTrue(any(bucket.works for bucket in local.values()))
         drain([*local.values()])
         self.assertFalse(any(bucket.works for bucket in local.values()))
+
+    def test_ranks_tell_how_they_differ(self):
+        """Before anything moves, and on all ranks, also those that have all gradients."""
+        layouts = shards_of([(8, 6), (9, 5), (12, 4)], 4)
+        schedule = make_schedule(layouts, assign_owners(layouts))
+        tensors = []
+        for layout in layouts:
+            rows = sum(region.height for region in layout.shards.of(self.rank))
+            tensors.append(nn.Parameter(torch.ones(rows, layout.shape[1])))
+        muon = Muon(tensors, lr=0.1)
+        ranks = tuple(range(self.world_size))
+        agreement = Agreement({ranks: dist.group.WORLD}, {ranks: 0})
+
+        def made():
+            formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
+            params = []
+            for index, tensor in enumerate(tensors):
+                params.append(Param(index, tensor, None, 0, formulas[0]))
+            return formulas, params
+
+        matrices = list(matrices_of(schedule, made()[1], self.rank).values())
+        channel = side_channel(matrices, agreement, torch.device("cpu"))
+
+        def shared(step):
+            inputs = StepInputs(*made(), defaultdict(dict))
+            text = channel.share(step, inputs)
+            if not text:
+                channel.finish(inputs)
+            return text
+
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+        self.assertEqual(shared(1), "")
+        if self.rank == 2:
+            tensors[1].grad = None
+        self.assertRegex(
+            shared(2), r"parameter 1.*some have none|some have none.*parameter 1"
+        )
+        tensors[1].grad = torch.ones_like(tensors[1])
+        self.assertEqual(shared(3), "")
+        self.assertIn("not in the same step", shared(5 if self.rank == 0 else 4))
+        muon.param_groups[0]["momentum"] = 0.5 if self.rank == 3 else 0.95
+        self.assertIn("momentum", shared(6))
+        muon.param_groups[0]["momentum"] = 0.95
+        self.assertEqual(shared(7), "")
 
 
 class TestMuonFlight(TestCase):
