@@ -44,6 +44,7 @@ FEATURES = (
     "layouts.tp_dims",
     "runtime.divided",
     "runtime.levels",
+    "runtime.relay_stream",
     "runtime.relays",
     "runtime.sums",
     "schedule.assignments",

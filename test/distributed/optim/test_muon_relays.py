@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from unittest import mock
 
+from torch.optim._muon_engine.runtime import relay_stream
+from torch.optim._muon_engine.runtime.compute import MuonCompute
 from torch.optim._muon_engine.runtime.connecting import connect
 from torch.optim._muon_engine.schedule import buckets, levels, relays
 from torch.optim._muon_engine.schedule.buckets import make_schedule
@@ -67,6 +69,30 @@ def in_two_levels(ranks_per_node=4):
         yield
 
 
+class NoStream:
+    """A stream of a device whose work is done at once."""
+
+    def __init__(self):
+        # The operations that ran on it, and waits between streams.
+        self.seen = Counter()
+        self.is_current = False
+
+    def __enter__(self):
+        self.is_current = True
+
+    def __exit__(self, *exception):
+        self.is_current = False
+
+    def wait_stream(self, other):
+        self.seen["wait_stream"] += 1
+
+    def wait_event(self, event):
+        self.seen["wait_event"] += 1
+
+    def record_event(self):
+        return "event"
+
+
 class TestMuonRelays(OnCPU):
     """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
 
@@ -80,6 +106,48 @@ class TestMuonRelays(OnCPU):
         with Recorder() as seen:
             connect(twins.optimizer._engine._make_runner())
         return seen
+
+    def test_relays_on_a_stream_of_their_own(self):
+        """As on accelerators: updates are applied beside the next bucket's Newton-Schulz. A CPU has the same bits."""
+        beside, compute = NoStream(), NoStream()
+        applied = []
+        apply_relayed = MuonCompute.apply_relayed
+
+        def seen(its, bucket, relay, inputs):
+            applied.append(beside.is_current)
+            apply_relayed(its, bucket, relay, inputs)
+
+        patches = (
+            mock.patch.object(buckets, "MAX_REPLICAS", 1),
+            mock.patch.object(relays, "RELAY_BYTES", 200),
+            mock.patch.object(relay_stream, "new_stream", lambda device: beside),
+            mock.patch.object(
+                relay_stream.RelayExecutor, "_current_stream", lambda its: compute
+            ),
+            mock.patch.object(MuonCompute, "apply_relayed", seen),
+        )
+        layout = specs(grid_of(4, 2), [(R, S0)], [(16, 8)] * 32)
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            twins = Twins(layout)
+            self.assertTrainsAlike(twins, 3)
+            # A step without some gradients, and one that fails.
+            twins.step(missing=[3])
+            self.assertParity(twins)
+            failing = mock.patch.object(
+                MuonCompute, "compute", side_effect=ArithmeticError("no")
+            )
+            before = compute.seen["wait_stream"]
+            twins.set_gradients()
+            with failing:
+                self.assertRaisesEverywhere(twins.optimizer.step, ArithmeticError, "no")
+        with self.everywhere():
+            self.assertTrue(applied)
+            self.assertTrue(all(applied))
+            # The gather of the fourth bucket takes the memory of the first one.
+            self.assertGreater(compute.seen["wait_event"], 0)
+            self.assertEqual(compute.seen["wait_stream"], before + 1)
 
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)

@@ -84,8 +84,28 @@ class TestOrder(TestCase):
                 order = step_order(groups, prefetch_count, one_at_a_time)
                 self.assertEqual(" ".join(map(str, order)), expected)
 
+    def test_early_buckets(self):
+        """Their updates are applied before the next bucket's COMPUTE, in which their relays run."""
+        for groups, early, expected in (
+            (
+                "aaaa",
+                [0, 1, 2, 3],
+                "G0 G1 C0 S0 G2 A0 C1 S1 G3 A1 C2 S2 A2 C3 S3 A3 R3",
+            ),
+            ("aaa", [1], "G0 G1 C0 S0 G2 C1 S1 A0 A1 C2 S2 A2 R2"),
+            ("aaa", [0], "G0 G1 C0 S0 G2 A0 C1 S1 C2 S2 A1 R1 A2 R2"),
+            (
+                "abab",
+                [0, 2],
+                "G0 G2 G1 G3 C0 S0 C1 S1 A0 C2 S2 C3 S3 A1 A2 R2 R1 A3 R3",
+            ),
+        ):
+            with self.subTest(groups=groups, early=early):
+                order = step_order(groups, 1, early=early)
+                self.assertEqual(" ".join(map(str, order)), expected)
+
     def drawn(self, seed):
-        """A plan: the groups of its buckets, its two flags, and a rank's work in each bucket."""
+        """A plan: the groups of its buckets, its prefetch_count, its order, and a rank's work in each bucket."""
         draw = random.Random(seed)
         names = ("a", "b", "c")[: draw.randint(1, 3)]
         groups = [draw.choice(names) for _ in range(draw.randint(1, 9))]
@@ -97,13 +117,14 @@ class TestOrder(TestCase):
             divided = draw.randint(0, batches)
             relays = draw.randint(0, 5)
             work_of[bucket] = LocalWork(bucket, range(batches), divided, range(relays))
-        return groups, prefetch_count, one_at_a_time, work_of
+        early = [bucket for bucket in work_of if draw.random() < 0.5]
+        order = step_order(groups, prefetch_count, one_at_a_time, early)
+        return groups, prefetch_count, order, work_of
 
     def test_order_of_each_rank(self):
         """What the memory and the collectives of a bucket need, for random plans."""
         for seed in range(500):
-            groups, prefetch_count, one_at_a_time, work_of = self.drawn(seed)
-            order = step_order(groups, prefetch_count, one_at_a_time)
+            groups, prefetch_count, order, work_of = self.drawn(seed)
             operations = local_order(order, groups, work_of)
             place_of = dict(zip(operations, itertools.count()))
             with self.subTest(seed=seed):
@@ -161,8 +182,7 @@ class TestOrder(TestCase):
     def test_ranks_do_not_wait_in_a_circle(self):
         """Ranks of two groups come to the collectives that they share in one order."""
         for seed in range(200):
-            groups, prefetch_count, one_at_a_time, work_of = self.drawn(seed)
-            order = step_order(groups, prefetch_count, one_at_a_time)
+            groups, _, order, work_of = self.drawn(seed)
 
             def collectives(*its_groups):
                 """Those of a rank that is in some of the groups."""

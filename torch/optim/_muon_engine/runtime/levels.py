@@ -28,13 +28,18 @@ class Levels(NamedTuple):
 
 
 class HoldingWork(NamedTuple):
-    """A collective in flight, and the memory that must live until it was waited for."""
+    """A collective in flight, and the memory that must live until it was waited for. The memory is from ``stream``."""
 
     work: dist.Work
     memory: Sequence[Tensor]
+    stream: torch.Stream | None
 
     def wait(self) -> None:
         self.work.wait()
+        if self.stream is not None:
+            # Its next exchange may get this memory, whichever stream has waited.
+            with self.stream:
+                self.work.wait()
 
 
 def attach_levels(
@@ -109,7 +114,7 @@ def two_level_all_to_all(
         )
         if second is None:
             return None
-        return HoldingWork(second, [arriving, leaving, passing])
+        return HoldingWork(second, [arriving, leaving, passing], stream)
 
 
 def _all_to_all(

@@ -36,7 +36,6 @@ class PackedStep:
         prefetch_count: int,
         keeps_buffers: bool,
     ) -> None:
-        self.device = device
         self.memory = Memory(device, keeps_buffers)
         self.progress = Progress()
         groups = agreement.groups
@@ -53,12 +52,23 @@ class PackedStep:
         self._flights: list[InFlight] = [*self.side_channel.statuses, *self.buckets]
         for bucket in self.buckets:
             self._flights += bucket.relays
+        self._relay_stream: torch.Stream | None = None
+        early: list[int] = []
+        if any(bucket.relayed for bucket in schedule.buckets):
+            from .relay_stream import new_stream
+
+            self._relay_stream = new_stream(device)
+            if self._relay_stream is not None:
+                early = [
+                    i for i, bucket in enumerate(schedule.buckets) if bucket.relayed
+                ]
         # The group of each bucket, and the order of all ranks.
         self._ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
         self._order = step_order(
             self._ranks_of_buckets,
             prefetch_count,
             one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
+            early=early,
         )
         binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
         groups_of_params = {matrix.param_group for matrix in matrices.values()}
@@ -87,7 +97,7 @@ class PackedStep:
         if any(local.bucket.node_size > 1 for local in self.buckets):
             from .levels import attach_levels
 
-            attach_levels(self.buckets, schedule, groups, rank, self.device)
+            attach_levels(self.buckets, schedule, groups, rank, self.memory.device)
         if any(local.planned_relays for local in self.buckets):
             from .relays import attach_relays
 
@@ -95,7 +105,7 @@ class PackedStep:
         if any(matrix.layout.block_of is not None for matrix in matrices):
             from .divided import attach_products
 
-            attach_products(matrices, schedule, groups, rank, self.device)
+            attach_products(matrices, schedule, groups, rank, self.memory.device)
 
     @property
     def awaits_statuses(self) -> bool:
@@ -149,4 +159,9 @@ class PackedStep:
             divided = sum(batch.matrices[0].products is not None for batch in batches)
             work_of[index] = LocalWork(bucket, batches, divided, bucket.relays)
         operations = local_order(self._order, self._ranks_of_buckets, work_of)
-        self._executor = Executor(operations, self.compute, self.memory, self.progress)
+        parts = operations, self.compute, self.memory, self.progress
+        self._executor = Executor(*parts)
+        if self._relay_stream is not None:
+            from .relay_stream import RelayExecutor
+
+            self._executor = RelayExecutor(*parts, self._relay_stream)

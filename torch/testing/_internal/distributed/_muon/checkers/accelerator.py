@@ -201,6 +201,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.model.add(self.queue, self.model.clocks[other.queue])
 
+    def wait_event(self, event: Event) -> None:
+        self.model.add(self.queue, event.clock)
+
     def record_event(self, event: Event | None = None) -> Event:
         event = event or torch.Event()
         event.record(self)

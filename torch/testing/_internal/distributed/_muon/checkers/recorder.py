@@ -64,6 +64,8 @@ class Call:
         self.number = recorder.counts[self.comm]
         recorder.counts[self.comm] += 1
         self.source, self.is_finished = given.get("src"), False
+        # Its end, once somebody has waited for it.
+        self.over: Clock = {}
         self.target, *others = given.values()
         self.given = others[0] if name in FROM_TO else self.target
         comm, read = self.comm, self.given
@@ -114,6 +116,8 @@ class Work:
         if not self._call.is_finished:
             self._call.is_finished = True
             self._recorder.waited(self._call)
+        else:
+            self._recorder.waited_again(self._call)
         self._kept = None, None
         return True
 
@@ -195,7 +199,12 @@ class Recorder(TorchDispatchMode):
     def waited(self, call: Call) -> None:
         self.log.append(("wait", call))
         self.flying.remove(call)
-        self.add(self.here(call), self.clocks.pop(call))
+        call.over = self.clocks.pop(call)
+        self.add(self.here(call), call.over)
+
+    def waited_again(self, call: Call) -> None:
+        """On another stream, for which the first wait does not count."""
+        self.add(self.here(call), call.over)
 
     def dropped(self, call: Call) -> None:
         if not call.is_finished:

@@ -1,0 +1,87 @@
+"""Relays during Newton-Schulz: accelerators run them on a stream of their own.
+
+A relay waits for other ranks. On the stream of Newton-Schulz, each wait would hold up the matrices of the next bucket.
+Therefore everything that a bucket with relays does after its scatter has a stream: its updates are applied and packed
+there, and its relays start and end there. The host launches all of it before the next bucket's Newton-Schulz.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..schedule.order import Action, LocalOperation
+from .executor import Compute, Executor, Progress
+from .memory import Memory
+
+
+# The operations that follow a scatter.
+_BESIDE = (
+    Action.AWAIT_SCATTER,
+    Action.APPLY,
+    Action.RELAY,
+    Action.AWAIT_RELAY,
+    Action.APPLY_RELAYED,
+)
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for relays; None if ``device`` has none."""
+    has_streams = device.type not in ("cpu", "meta", "mps")
+    if has_streams and torch.accelerator.is_available():
+        return torch.Stream(device)
+    return None
+
+
+class RelayExecutor(Executor):
+    """Runs what follows the scatters of buckets with relays on ``stream``."""
+
+    def __init__(
+        self,
+        operations: Sequence[LocalOperation],
+        compute: Compute,
+        memory: Memory,
+        progress: Progress,
+        stream: torch.Stream,
+    ) -> None:
+        super().__init__(operations, compute, memory, progress)
+        self._stream = stream
+        # The ranks of a bucket -> the end of what was applied last, which frees a slot.
+        self._applied: dict[Any, torch.Event] = {}
+
+    def run(self, inputs: Any) -> None:
+        """Makes a step. After an error, too, later work of this thread comes after that on the stream."""
+        self._applied.clear()
+        try:
+            super().run(inputs)
+        except BaseException:
+            self._join()
+            raise
+
+    def _execute(self, operation: LocalOperation, inputs: Any) -> None:
+        action, bucket, _ = operation
+        if action in _BESIDE and bucket.bucket.relayed:
+            if action is Action.AWAIT_SCATTER:
+                # For the results of this rank's own matrices. The scatter has waited for them as well.
+                self._stream.wait_stream(self._current_stream())
+            inputs.is_beside = True
+            with self._stream:
+                super()._execute(operation, inputs)
+            inputs.is_beside = False
+            if action is Action.APPLY:
+                self._applied[bucket.ranks] = self._stream.record_event()
+            return
+        if action is Action.GATHER and bucket.ranks in self._applied:
+            # It takes the memory of a bucket that was applied.
+            self._current_stream().wait_event(self._applied[bucket.ranks])
+        super()._execute(operation, inputs)
+
+    def _finish(self) -> None:
+        self._join()
+        super()._finish()
+
+    def _join(self) -> None:
+        self._current_stream().wait_stream(self._stream)
+
+    def _current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.memory.device)
