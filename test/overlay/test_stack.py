@@ -101,7 +101,6 @@ LONG = (
     "errors_of_models",
     "exchange",
     "fsdp1",
-    "graphs",
     "groups",
     "kernels",
     "momentum",
