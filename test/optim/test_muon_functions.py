@@ -236,6 +236,8 @@ class TestUserFunctions(MuonTestCase):
         before = optimizer.param_groups[0]["params"][0].detach().clone()
         optimizer.step()
         self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
+        # An error before the next step's first function would name the last one's otherwise.
+        self.assertEqual(optimizer._engine._runner.where, "")
         # The functions are read when Muon is built.
         config.redistribute_fn = working
         pattern = "redistribute_fn of the config changed"

@@ -83,6 +83,14 @@ class TestMuonRefusals(TestCase):
                 with self.assertRaisesRegex(ValueError, words):
                     Muon(**{"params": [torch.randn(2, 3)], **options})
 
+    def test_matrix_without_rows_in_larger_memory(self):
+        """It has no address, as a parameter whose storage is gone, but nothing is lost."""
+        empty = torch.nn.Parameter(torch.ones(4, 3)[:0])
+        muon = Muon([empty], lr=0.1)
+        empty.grad = torch.zeros_like(empty)
+        muon.step()
+        self.assertEqual(empty.shape, (0, 3))
+
     def test_parameters_that_are_no_matrices(self):
         for shape, config in itertools.product(((), (3,), (2, 3, 4)), CONFIGS):
             with self.subTest(shape=shape):

@@ -339,6 +339,27 @@ class TestMuonChainsOfGroups(MistakesTestCase):
         for told in everyone(found)[:3]:
             self.assertRegex(told[1], "some have none")
 
+    def test_later_steps_of_an_accelerator_have_one_exchange_of_statuses_for_each_group(
+        self,
+    ):
+        """Those who wait for the result pass it on once more. A later step does not wait."""
+        meshes = self.meshes_of_pairs([0, 1], [1, 2])
+        expected = launches = {0: 1, 1: 2, 2: 1}.get(self.rank, 0)
+        if meshes:
+            placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
+            optimizer = self.build(placed, named=False)
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            as_on_an_accelerator(optimizer)
+            with Recorder() as seen:
+                optimizer.step()
+            optimizer.synchronize()
+            launched = [c for event, c in seen.log if event == "launch"]
+            launches = sum(call.name == "all_reduce" for call in launched)
+        with self.everywhere():
+            self.assertEqual(launches, expected)
+
 
 class TestMuonOverlappingGroups(common_muon.OnCPU):
     """Groups of ranks that have some, but not all ranks in common. Those that come first in a step must hear of a

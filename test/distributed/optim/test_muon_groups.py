@@ -442,6 +442,14 @@ class TestMuonExperts(GroupParity):
                 owners = sorted(Muon(params, **options).matrix_owners)
                 self.assertEqual(owners, expected)
 
+    def test_matrices_of_a_plain_stack_have_numbers(self):
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        params = [torch.ones(3, 2, 4), torch.ones(2, 4)]
+        options = {"distributed_config": config, "allow_batched_matrices": True}
+        owners = sorted(Muon(params, **options).matrix_owners)
+        with self.everywhere():
+            self.assertEqual(owners, [(0, 0), (0, 1), (0, 2), (1, 0)])
+
     def test_gradient_on_some_holders_of_an_expert(self):
         for group in (grid_of(2, 2).get_group("a"), dist.group.WORLD):
             with self.subTest(group=group):
