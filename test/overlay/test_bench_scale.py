@@ -14,7 +14,7 @@ pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no o
 import numpy as np
 import torch
 from tools.bench import cli, page as html
-from tools.bench.scale import costs, own, report
+from tools.bench.scale import costs, own, report, timeline
 from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.costs import Options
 from tools.bench.scale.hardware import Hardware
@@ -33,6 +33,7 @@ from torch.optim._muon_engine.schedule.order import (
     step_order,
 )
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+from torch.optim._muon_engine.schedule.packs import slots_for
 from torch.optim._muon_split import Split
 from tools.bench.models import Model
 
@@ -132,10 +133,100 @@ def test_relays_take_turns_with_batches_by_hand():
     # During bucket 2, two relays of bucket 0 are in flight; the other six follow the batch: 1 + 6 x 0.25 s.
     # So it is in bucket 3. The relays of buckets 2 and 3 come at the end.
     seconds = 1 + 1 + 2.5 + 2.5 + 2 + 2
-    assert simulate(plan, hardware).done.tolist() == [seconds] * 8
+    assert on_cpus(plan, hardware).done.tolist() == [seconds] * 8
     # Relays of 2 s each decide how long buckets 2 and 3 take.
     slow = replace(hardware, inter_bandwidth=16.0)
-    assert simulate(plan, slow).seconds == 1 + 1 + 4 * 16
+    assert on_cpus(plan, slow).seconds == 1 + 1 + 4 * 16
+
+
+def on_cpus(plan, hardware, options=costs.DEFAULT):
+    return simulate(plan, hardware, options, has_relay_stream=False)
+
+
+def relayed_plan(per_rank=4, **options):
+    """Eight replicas; each rank owns a matrix of each bucket, and each bucket has eight relays."""
+    layouts = layouts_of(Model([(4, 4)] * 8 * per_rank), "ddp", 8)
+    return make_plan(schedule_of(layouts, **options), 8, 1)
+
+
+def test_relays_have_a_stream_by_hand():
+    """As above, but the relays of a bucket run during the next one."""
+    hardware = replace(BY_HAND, inter_bandwidth=128.0, inter_latency=0.0)
+    step = simulate(relayed_plan(), hardware)
+    # The relays of bucket 0 run from 1 to 3 s, those of bucket 3 from 7 to 9. Newton-Schulz waits for none.
+    assert step.done.tolist() == [1 + 4 * 2] * 8
+    orthogonalized = [e.end[0] for e in step.events if e.kind == "orthogonalize"]
+    assert orthogonalized == [1, 2, 3, 4]
+    # Relays of 0.0625 s each are over before the next bucket. Only those of the last one come on top.
+    fast = replace(hardware, inter_bandwidth=512.0)
+    assert simulate(relayed_plan(), fast).done.tolist() == [4.5] * 8
+
+
+def test_passes_beside_newton_schulz_by_hand():
+    """Each rank applies 8 x 16 elements of a bucket, 112 of them from relays, while the next one is orthogonalized."""
+    endless = replace(BY_HAND, inter_bandwidth=math.inf, inter_latency=0.0)
+    options = Options(fused=True)
+    passes = costs.passes_of(options)
+    (alone,) = relayed_plan(1).buckets
+    assert alone.elements.applied.tolist() == [16] * 8
+    # The rate of memory, at which a bucket is applied in half a second.
+    rate = 2 * passes.apply * 8 * 16
+    # The inside of Newton-Schulz goes through memory as well.
+    kind = costs.MatrixKind((4, 4))
+    hardware = replace(endless, memory_bandwidth=rate)
+    (inside,) = costs.batch_seconds(kind, 1, "quintic", hardware)
+    before = (passes.accumulate * 8 * 16 + passes.blend * 16) / rate
+    plan = relayed_plan()
+    step = simulate(plan, hardware, options)
+    # Three gathers come before the updates of bucket 0.
+    beside = [event for event in step.events if event.kind == timeline.PASSES_BESIDE]
+    assert beside[0].begin == pytest.approx(3 * before + inside)
+    # No pass after a scatter is on the stream of Newton-Schulz.
+    compute = 4 * (before + inside)
+    assert step.seconds == pytest.approx(compute + 0.5)
+    assert step.passes == pytest.approx(4 * (before + 0.5))
+    # Only the last bucket is applied while nothing else runs.
+    assert step.exposed_passes() == pytest.approx(4 * before + 0.5)
+    # Without the stream, all of it is on one.
+    assert on_cpus(plan, hardware, options).seconds == pytest.approx(compute + 2)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "begins"), [(1, [0, 1, 5, 6]), (0, [0, 1, 5, 37])]
+)
+def test_gathers_wait_for_memory_by_hand(prefetch, begins, slow_updates):
+    """With prefetch_count 1, a gather waits for the second bucket before it; with 0, for the one before. Updates of a rank's own matrix
+    take 4 s, from 1 s on, and those of seven relays 28 s.
+    """
+    plan = relayed_plan(slots=slots_for(prefetch))
+    step = simulate(plan, slow_updates, Options(prefetch=prefetch))
+    found = [e.begin[0] for e in step.events if e.kind == "orthogonalize"]
+    assert found == pytest.approx(begins)
+    # The updates of all four buckets follow each other.
+    assert step.seconds == pytest.approx(1 + 4 * 32)
+
+
+def test_one_owner_at_a_time_has_relays_beside_by_hand(slow_updates):
+    """Each owner's updates take 4 s, and those of the others 4 s after its relay. Newton-Schulz takes 1 s."""
+    layouts = layouts_of(Model([(4, 4)] * 8), "ddp", 8)
+    plan = make_plan(schedule_of(layouts, one_owner_at_a_time=True), 8, 1)
+    assert plan.one_owner_at_a_time and len(plan.buckets) == 8
+    options = Options(prefetch=0)
+    # On CPUs, an owner orthogonalizes when it has the updates of the owners before it.
+    assert on_cpus(plan, slow_updates, options).seconds == pytest.approx(8 * 9)
+    # Its Newton-Schulz does not wait for them on an accelerator.
+    assert simulate(plan, slow_updates, options).seconds == pytest.approx(1 + 8 * 8)
+
+
+@pytest.fixture
+def slow_updates(monkeypatch):
+    """Only updates go through memory, 16 elements in 4 s. Nothing waits for a link."""
+    passes = costs.Passes(accumulate=0, blend=0, apply=10**12)
+    monkeypatch.setattr(timeline, "passes_of", lambda _: passes)
+    rate = 16 * passes.apply / 4
+    return replace(
+        BY_HAND, inter_bandwidth=math.inf, inter_latency=0.0, memory_bandwidth=rate
+    )
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
@@ -191,13 +282,34 @@ def reported(case):
     return report.comparisons(of_case, Hardware())
 
 
-def test_batches_and_relays_have_the_engine_s_order():
-    """On each rank; batches that follow each other count as one."""
+@pytest.mark.parametrize(
+    ("has_relay_stream", "orders"),
+    [
+        (False, [(Action.ORTHOGONALIZE, Action.RELAY)]),
+        (
+            True,
+            [
+                (Action.RELAY,),
+                (Action.GATHER, Action.ORTHOGONALIZE, Action.SCATTER),
+            ],
+        ),
+    ],
+    ids=["CPU", "accelerator"],
+)
+def test_batches_and_relays_have_the_engine_s_order(has_relay_stream, orders):
+    """On each rank; batches that follow each other count as one. On an accelerator, each
+    stream has its order.
+    """
     model = Model([(24, 16), (16, 40), (4, 16)] * 64)
     schedule = schedule_of(layouts_of(model, *PLACES["hsdp-relayed"]))
     plan = make_plan(schedule, 16, 1)
     groups = [bucket.ranks for bucket in schedule.buckets]
-    events = simulate(plan, BY_HAND).events
+    step = simulate(plan, BY_HAND, has_relay_stream=has_relay_stream)
+    early = []
+    if has_relay_stream:
+        early = [i for i, bucket in enumerate(schedule.buckets) if bucket.relayed]
+        assert early
+    engine_order = step_order(groups, 1, early=early)
     for rank in range(16):
         work = {}
         for index, (bucket, of_all) in enumerate(zip(schedule.buckets, plan.buckets)):
@@ -207,17 +319,18 @@ def test_batches_and_relays_have_the_engine_s_order():
             shapes = {schedule.layouts[matrix].full_shape for matrix in owned}
             relays = schedule.relays(bucket, rank)
             work[index] = LocalWork(of_all, batches=[*shapes], relays=relays)
-        expected = []
-        for action, _, _ in local_order(step_order(groups, 1), groups, work):
-            if action in (Action.ORTHOGONALIZE, Action.RELAY):
-                expected.append(action.value)
-        found = []
-        for event in events:
-            if event.kind in expected and rank in event.ranks:
-                found.append(event.kind)
+        operations = local_order(engine_order, groups, work)
+        for actions in orders:
+            expected = [one.action.value for one in operations if one.action in actions]
+            found = []
+            for event in step.events:
+                if event.kind in expected and rank in event.ranks:
+                    found.append(event.kind)
+            assert joined(found) == joined(expected)
         # At least one relay begins between two batches.
-        assert "orthogonalize relay orthogonalize" in " ".join(expected)
-        assert joined(found) == joined(expected)
+        launched = [one.action.value for one in operations]
+        batches_and_relays = [k for k in launched if k in ("orthogonalize", "relay")]
+        assert "orthogonalize relay orthogonalize" in " ".join(batches_and_relays)
 
 
 def joined(kinds):

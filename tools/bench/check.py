@@ -225,8 +225,9 @@ class Played:
         schedule = optimizer._engine.schedule
         plan = make_plan(schedule, WORLD, self.hardware.gpus_per_node)
         # On a CPU, each matrix is a batch.
+        options = Options(prefetch=prefetch)
         with mock.patch.object(costs, "batch_size", return_value=1):
-            simulated = simulate(plan, self.hardware, Options(prefetch=prefetch))
+            simulated = simulate(plan, self.hardware, options, has_relay_stream=False)
         times = []
         with (
             mock.patch.object(_muon_formulas, "newton_schulz", self._sleep),

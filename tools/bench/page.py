@@ -19,7 +19,7 @@ from .scale.costs import DEFAULT, Options
 from .scale.hardware import Hardware
 from .scale.plan import make_plan, Plan
 from .scale.report import link_bytes, milliseconds
-from .scale.timeline import simulate, Step
+from .scale.timeline import PASSES_BESIDE, simulate, Step
 
 
 # With more ranks, the page shows the busiest ones, and some of those that have least to do.
@@ -28,7 +28,14 @@ LEAST_BUSY = 4
 # The timeline has about so many marks, at round times.
 MARKS = 8
 WIDTH, LEFT, HEIGHT = 700, 70, 18
-LANES = {"gather": 0, "orthogonalize": 1, "passes": 1, "scatter": 2, "relay": 2}
+LANES = {
+    "gather": 0,
+    "orthogonalize": 1,
+    "passes": 1,
+    "scatter": 2,
+    "relay": 2,
+    PASSES_BESIDE: 2,
+}
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 14px sans-serif; max-width: 66em; margin: 2em auto; color: #24292f }}

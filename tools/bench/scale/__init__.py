@@ -2,7 +2,9 @@
 
 ``cases`` gives the layouts, and the engine gives the owners and the schedule. ``plan`` turns the schedule
 into vectors over all ranks, ``costs`` has the seconds of a rank's own work, and ``timeline`` plays the order of
-``schedule/order.py`` on them. ``search`` simulates combinations of options for a model of the user's own.
+``schedule/order.py`` on them, for accelerators. ``search`` simulates combinations of options for a model of the user's
+own.
 
-The simulation leaves out the all-reduce of statuses, launches, and congestion of the network.
+The simulation leaves out the all-reduce of statuses, launches, congestion of the network, and that passes over memory
+beside Newton-Schulz slow it down.
 """

@@ -16,7 +16,7 @@ from .costs import ADAMW, ADAMW_STATE, MUON_STATE, TRAINING_BYTES
 from .hardware import Hardware
 from .report import milliseconds
 from .search import Change, Combination, Found, WORTH
-from .timeline import Step
+from .timeline import PASSES_BESIDE, Step
 
 
 def answer(report: dict[str, Any], notes: str, hardware: Hardware, found: Found) -> str:
@@ -40,7 +40,9 @@ def _phases(report: dict[str, Any], rank: int) -> str:
     """What ``rank`` does in the step."""
     step, simulated = report["step"], report["simulated"]
     begins, ends = _orthogonalizing(simulated, rank)
-    busy, passes = float(simulated.busy[rank]), float(simulated.passes[rank])
+    busy = float(simulated.busy[rank])
+    # Those during Newton-Schulz take no time of their own.
+    passes = float(simulated.exposed_passes()[rank])
     # Passes while the first matrices travel count as passes.
     before, after = _passes_outside(simulated, rank, begins[0], ends[-1])
     waits = abs(ends[-1] - begins[0] - busy - (passes - before - after))
@@ -77,13 +79,14 @@ def _passes_outside(
     """Seconds of the passes of ``rank`` before and after these times."""
     before, after = 0.0, 0.0
     for event in step.events:
-        if event.kind == "passes":
+        if event.kind in ("passes", PASSES_BESIDE):
             for place in np.flatnonzero(event.ranks == rank):
-                seconds = float(event.end[place] - event.begin[place])
-                if event.end[place] <= begin:
-                    before += seconds
-                elif event.begin[place] >= end:
-                    after += seconds
+                began, ended = float(event.begin[place]), float(event.end[place])
+                if ended <= begin:
+                    before += ended - began
+                elif ended > end:
+                    # A pass of the stream of relays may begin during Newton-Schulz.
+                    after += ended - max(began, end)
     return before, after
 
 

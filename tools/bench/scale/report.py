@@ -87,7 +87,8 @@ def report(
     busiest = int(step.busy.argmax())
     _, buffers = described(schedule, busiest, options.prefetch)
     whole = case.layouts()
-    work = _seconds_of_all(whole, hardware, options) + float(step.passes.sum())
+    passes = float(step.exposed_passes().sum())
+    work = _seconds_of_all(whole, hardware, options) + passes
     direct = plan
     one_level = _in_one_level(schedule)
     if one_level is not None:
@@ -133,7 +134,7 @@ def comparisons(report: dict[str, Any], hardware: Hardware) -> dict[str, Any]:
     if report["direct"] is not plan:
         one_level_seconds = simulate(report["direct"], hardware, options).seconds
     sent, received = link_bytes(plan).sum(1)
-    working = step.busy + step.passes
+    working = step.busy + step.exposed_passes()
     found = {
         **report,
         "matrices": len(schedule.layouts),

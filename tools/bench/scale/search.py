@@ -275,7 +275,10 @@ class Search:
         not divided.
         """
         passes = passes_of(options)
-        of_element = passes.accumulate + passes.blend + passes.apply
+        of_element = passes.accumulate + passes.blend
+        if schedule.place.case.kind not in ("hsdp", "ddp"):
+            # With replicas, updates may be applied during Newton-Schulz.
+            of_element += passes.apply
         work, largest = 0.0, 0.0
         for shape, count in self._shapes_of(schedule.place).items():
             rows, columns = shape
