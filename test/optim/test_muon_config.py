@@ -548,22 +548,6 @@ class TestReplaced(MuonTestCase):
         self.assertIs(ours.state[old]["momentum_buffer"], momentum)
         self.assertEqual(set(ours.state_dict()["state"]), {1})
 
-    def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
-        first = nn.Parameter(randn(0, 4, 4))
-        ours = Muon([first], distributed_config=create_dtensor_config())
-        first.grad = randn(1, 4, 4)
-        ours.step()
-        first.requires_grad_(False)
-        first.grad = None
-        ours.step()
-        ours.param_groups[0]["params"] = [nn.Parameter(randn(7, 4, 4))]
-        # A rebuild is logged once.
-        with self.assertLogs("torch.optim.muon", "INFO") as logs:
-            with self.assertWarnsRegex(UserWarning, "starts at zero"):
-                ours.step()
-            ours.step()
-        self.assertEqual(len(logs.output), 1)
-
     def test_region_that_a_local_tensor_does_not_hold(self):
         region = Region(0, 0, 4, 8, 0, 8)
         self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))

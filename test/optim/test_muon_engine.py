@@ -1,5 +1,5 @@
 # Owner(s): ["module: optimizer"]
-"""Layouts and owners of distributed Muon: pure functions of shapes and placements."""
+"""Layouts of distributed Muon: pure functions of shapes and placements."""
 
 import unittest
 from unittest import mock
@@ -13,31 +13,22 @@ from torch.optim._muon_engine.layouts.layout import (
     Region,
     Shards,
 )
-from torch.optim._muon_engine.schedule.division import divided
-from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_layouts import rows_of
 
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+    from torch.distributed.tensor import Partial, Placement, Shard
     from torch.optim._muon_engine.layouts import dtensor as dtensor_layouts
     from torch.optim._muon_engine.layouts.dtensor import (
         _order_of_cuts,
         device_of,
         DTensorLayouts,
     )
-    from torch.optim._muon_engine.layouts.groups import GroupsReader
-    from torch.optim._muon_engine.layouts.pieces import Cut, LocalPieces
-    from torch.optim._muon_engine.layouts.tp_dims import TPDims
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-
-def rows_of(shape, start, stop):
-    """One rank's regions: whole rows."""
-    if stop <= start or not shape[1]:
-        return ()
-    return (Region(start, 0, stop - start, shape[1], 0, shape[1]),)
+    from torch.testing._internal.distributed._muon.fake_ranks import FakeRanks
+else:
+    FakeRanks = object
 
 
 class TestCover(TestCase):
@@ -75,43 +66,6 @@ class TestCover(TestCase):
             self.check(whole, half, contributions=(0, 1))
 
 
-class TestOwners(TestCase):
-    def test_ties(self):
-        # The rank that receives fewest bytes, whatever the framework's order of ranks.
-        few, many = rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8)
-        for shards in (Shards((4, 9), (few, many)), Shards((9, 4), (many, few))):
-            with self.subTest(ranks=shards.ranks):
-                layout = Layout(Key(0), (8, 8), torch.float32, shards)
-                self.assertEqual(assign_owners([layout]), [9])
-        # With equal bytes, the first one from where the last optimizer over these ranks stopped.
-        whole = rows_of((8, 8), 0, 8)
-        shards = Shards((4, 6, 8), (whole, whole, whole))
-        layouts = [
-            Layout(Key(0), (8, 8), torch.float32, shards),
-            Layout(Key(1), (8, 8), torch.float32, shards),
-        ]
-        for start, owners in ((0, [4, 6]), (1, [6, 8]), (2, [8, 4])):
-            with self.subTest(start=start):
-                found = assign_owners(layouts, lambda group, start=start: start)
-                self.assertEqual(found, owners)
-        # No optimizer was there before.
-        self.assertEqual(assign_owners(layouts), [4, 6])
-
-
-@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-class TestDivision(TestCase):
-    def test_nodes_that_nobody_names(self):
-        """Each rank is a node."""
-        whole = rows_of((4096, 8192), 0, 4096)
-        shards = Shards(tuple(range(16)), (whole,) * 16)
-        layouts = [Layout(Key(0), (4096, 8192), torch.float32, shards)]
-        found = [layout.key for layout in divided(layouts, "auto")]
-        expected = [layout.key for layout in divided(layouts, "auto", 1)]
-        self.assertEqual(found, expected)
-        of_nodes = [layout.key for layout in divided(layouts, "auto", 8)]
-        self.assertNotEqual(of_nodes, expected)
-
-
 class TestSources(TestCase):
     def test_owners_take_shards_of_their_own_replica(self):
         """Also owners with empty shards: a matrix with two rows has two shards over the four ranks of a replica."""
@@ -136,20 +90,8 @@ class TestSources(TestCase):
             self.assertIn(shards.source(1, owner), (1, 4))
 
 
-class TestDTensorLayouts(TestCase):
-    def as_rank(self, rank, world_size):
-        """A process group that answers for ``rank`` without any other process."""
-        ranks = {"rank": rank, "world_size": world_size}
-        dist.init_process_group("fake", store=FakeStore(), **ranks)
-        self.addCleanup(dist.destroy_process_group)
-
-    def dtensor(self, mesh, *placements, shape=(4, 3)):
-        """A DTensor of ones with a local part of ``shape``."""
-        if isinstance(mesh, tuple):
-            ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
-            mesh = DeviceMesh("cpu", ranks)
-        return DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)
-
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestDTensorLayouts(FakeRanks, TestCase):
     def test_partial_that_is_no_sum(self):
         self.as_rank(1, 4)
         dtensor = self.dtensor((2, 2), Partial("max"), Shard(0))
@@ -218,26 +160,6 @@ class TestDTensorLayouts(TestCase):
         with self.assertRaisesRegex(ValueError, "neither a shard, a replica"):
             _order_of_cuts((Odd(),), (2,), 0)
 
-    def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
-        self.as_rank(0, 4)
-        dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
-        collector = GroupsReader({})._collector(LocalPieces({}, None), None)
-        with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
-            collector.tp_of_spec(0, "weight", dtensor._spec)
-
-    def test_dtensor_on_the_mesh_of_tensor_parallelism(self):
-        """It shows which parameters TP cut: a plain one is whole, though an int says a dimension for all."""
-        self.as_rank(0, 4)
-        ranks = torch.arange(4).view(2, 2)
-        grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-        for on, expected in ((grid, None), (grid["tp"], None), (grid["dp"], 1)):
-            with self.subTest(on=on):
-                placements = [Shard(0)] * on.ndim
-                params = [self.dtensor(on, *placements), torch.ones(4, 3)]
-                dims = TPDims({"tp_dim_default": 1}, grid.get_group("tp"))
-                dims.look_at(params, None)
-                self.assertEqual(dims.of_plain(1), expected)
-
     def test_groups_of_a_flattened_mesh(self):
         """Ranks that a flattened mesh joins hear of the errors of those that share a DTensor."""
         self.as_rank(0, 4)
@@ -248,19 +170,6 @@ class TestDTensorLayouts(TestCase):
         flattened = grid._flatten("both").get_group()
         after = DTensorLayouts().sharing([dtensor])
         self.assertEqual(after, {(0, 2): [*before[0, 2], flattened]})
-
-    def test_digests_of_values(self):
-        """Sums that only a wider dtype tells apart are different values."""
-        regions, cuts = rows_of((1, 2), 0, 1), (Cut("tp", (0, 1), 0),)
-        for dtype, large in ((torch.bfloat16, 2.0**9), (torch.float32, 2.0**25)):
-            digests = set()
-            for small in (0.0, 1.0):
-                pieces = LocalPieces({}, None)
-                param = torch.tensor([[large, small]], dtype=dtype)
-                pieces.add_piece(Key(0), param, (1, 2), regions, cuts)
-                digests.add(pieces.digests[Key(0)])
-            with self.subTest(dtype=dtype):
-                self.assertEqual(len(digests), 2)
 
     def test_meshes_of_different_device_types(self):
         self.as_rank(0, 2)

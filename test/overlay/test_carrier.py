@@ -293,6 +293,28 @@ def test_edit_after_an_update(checkout, on, ours):
     assert (ours / OWN).read_text() == lines["again"] + text + lines["later"]
 
 
+@pytest.mark.parametrize("is_squashed", [False, True])
+def test_fork_with_the_first_commits_of_an_older_overlay(
+    checkout, on, ours, is_squashed
+):
+    """The form that a file had before a later commit of the series looked like an edit."""
+    base = git(checkout, "rev-parse", "HEAD")
+    on("apply", root=ours)
+    last = (checkout / MUON).read_bytes()
+    # All but the features: the commits to DTensors.
+    git(checkout, "reset", "-q", "--hard", f"HEAD~{len(SUBJECTS) - 7}")
+    assert len((checkout / MUON).read_bytes()) < len(last)
+    if is_squashed:
+        git(checkout, "reset", "-q", "--soft", base)
+        git(checkout, "commit", "-q", "-m", "Muon for DTensors (#12)")
+    append(ours / MUON, "# newer\n")
+    commit_all(ours)
+    on("apply", root=ours)
+    assert (checkout / MUON).read_bytes() == last + b"# newer\n"
+    on("revert", root=ours)
+    assert tree_of(checkout) == tree_of(checkout, base)
+
+
 def test_record_of_pull_that_cannot_be_written(checkout, on, ours):
     """This repository had the edit, and the command said that nothing was written."""
     on("apply", root=ours)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import files, git
+from . import files, git, hooks
 from .errors import WorkFailed, WrongTarget
 from .payload import Source
 
@@ -118,7 +118,10 @@ def imported(text: bytes, module: str, names: list[str]) -> bytes | None:
 def commits(
     source: Source, base: files.Texts, texts: Mapping[str, bytes], *, stack: bool = True
 ) -> list[tuple[str, dict[str, bytes]]]:
-    """Message and texts of each commit of patches/stack.toml; without ``stack``, of one."""
+    """Message and texts of each commit of patches/stack.toml; without ``stack``, of one.
+
+    A hook comes with the module that it imports: before, a file is there without it.
+    """
     listed = stack_of(source.patches["stack.toml"].decode())
     patterns = {p: commit.title for commit in listed for p in commit.paths}
     parts: dict[str, dict[str, bytes]] = {commit.title: {} for commit in listed}
@@ -127,16 +130,27 @@ def commits(
         if not matching:
             raise WrongTarget(f"patches/stack.toml has no commit for {rel}")
         parts[patterns[max(matching, key=len)]][rel] = text
-    made = []
+    made: list[tuple[str, dict[str, bytes]]] = []
+    there: dict[str, bytes] = {}  # the last forms of the files that are there
+    brought: dict[str, bytes] = {}
     for title, why, paths, imports in listed:
-        now, stock = parts[title], base.get(imports[0]) if imports else None
-        if now and stock and (new := imported(stock, Path(paths[0]).stem, imports[1:])):
-            now = {**now, imports[0]: new}
+        if not parts[title]:
+            continue
+        there |= parts[title]
+        missing = frozenset(map(hooks.module_of, texts.keys() - there.keys()))
+        now: dict[str, bytes] = {}
+        for rel, text in there.items():
+            form = hooks.without(rel, text, missing) if rel in source.whole else text
+            if form != brought.get(rel):
+                now[rel] = form
+        stock = base.get(imports[0]) if imports else None
+        if stock and (new := imported(stock, Path(paths[0]).stem, imports[1:])):
+            now[imports[0]] = new
+        brought |= now
         tests = fnmatch.filter(now, "test/*/test_*.py")
         plan = "".join(f"\n    python {rel}" for rel in tests)
         message = f"{title}\n\n{why.strip()}" + f"\n\nTest plan:\n{plan}" * bool(plan)
-        if now:
-            made.append((message, now))
+        made.append((message, now))
     if stack:
         return made
     return [("\n\n* ".join([SUBJECT, *(m for m, _ in made)]), dict(texts))]

@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from . import files, git, patches, payload, taken
 from .ancestry import Ancestry
@@ -13,7 +14,11 @@ from .target import Plan
 from .worktree import Worktree
 
 
-Overlay = tuple[str | None, files.Texts]  # its commit here, and its texts
+class Overlay(NamedTuple):
+    name: str | None  # its commit here
+    texts: files.Texts
+    # Those of each commit of its series. A file has earlier forms before the last one.
+    commits: list[files.Texts]
 
 
 @dataclasses.dataclass
@@ -96,18 +101,19 @@ def survey(tree: Worktree, root: Path, *, of_work_tree: bool) -> CheckoutPlan:
     ancestry = Ancestry(tree, source, History(root, source))
     ours = ancestry.overlay_files("HEAD")
     overlays = _overlays(ancestry, root, source, ours)
-    every = [texts for _, texts in overlays]
+    every: list[files.Texts] = []
+    for overlay in overlays:
+        every += [overlay.texts, *overlay.commits]
     rels = list(dict.fromkeys(chain(patches.paths(source), *every, ours)))
     stock = ancestry.stock(rels)
     now = tree.work(rels) if of_work_tree else tree.texts("HEAD", rels)
     fresh, misfits = patches.overlay(source, stock)
 
     def score(overlay: Overlay) -> int:
-        return sum(text == now[r] != stock[r] for r, text in overlay[1].items())
+        return sum(text == now[r] != stock[r] for r, text in overlay.texts.items())
 
-    name, laid = max([(None, {}), *overlays], key=score)
-    # A commit in the middle of the stack has an earlier form of a file.
-    every += [fresh, *(texts for _, texts in patches.commits(source, stock, fresh))]
+    name, laid, _ = max([Overlay(None, {}, []), *overlays], key=score)
+    every += [fresh, *_commits_of(source, stock, fresh)]
     overlaid: dict[str, list[bytes]] = {rel: [] for rel in rels}
     for texts in every:
         for rel, text in texts.items():
@@ -151,14 +157,24 @@ def _overlays(
         texts = _texts_of(ancestry, [*reversed(commits)])
         paths = {*patches.paths(source)}
         texts = {r: t for r, t in texts.items() if r in paths or payload.is_muons(r)}
-        overlays.append((name, texts))
+        overlays.append(Overlay(name, texts, []))
     if ours and not any(sources):
         # A squash merge, or commits that were reworded: the texts name it.
         sources = [payload.at(root, c) for c in ancestry.history.closest(ours)]
     for each in filter(None, sources):
         stock = ancestry.stock(patches.paths(each))
-        overlays.append((each.name, patches.overlay(each, stock)[0]))
+        texts, _ = patches.overlay(each, stock)
+        overlays.append(Overlay(each.name, texts, _commits_of(each, stock, texts)))
     return overlays
+
+
+def _commits_of(
+    source: Source, stock: files.Texts, texts: dict[str, bytes]
+) -> list[files.Texts]:
+    """The texts of each commit of that overlay's series."""
+    if "stack.toml" not in source.patches:  # an old one
+        return []
+    return [dict(brought) for _, brought in patches.commits(source, stock, texts)]
 
 
 def _texts_of(ancestry: Ancestry, commits: list[str]) -> files.Texts:

@@ -1,20 +1,15 @@
 # Owner(s): ["oncall: distributed"]
 """Matrices that several owners orthogonalize together."""
 
-import contextlib
 import math
-import os
-import re
 import sys
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim import _newton_schulz_kernels as kernel_forms, Muon
+from torch.optim import _newton_schulz_kernels as kernel_forms
 from torch.optim._muon_engine.runtime import divided
-from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule import division
 from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
@@ -23,6 +18,10 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
+from torch.testing._internal.distributed._muon.common_divided import (
+    small_ones_divided,
+)
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
@@ -60,20 +59,6 @@ def exact_update(gradient, split=None, flatten=False):
 
 
 class TestMuonDivided(OnCPU):
-    @contextlib.contextmanager
-    def small(self, max_replicas=buckets.MAX_REPLICAS):
-        with (
-            mock.patch.object(division, "MIN_DIVIDED", 16),
-            mock.patch.object(division, "MIN_LOAD", 0.0),
-            # "auto" finds it worth the collectives.
-            mock.patch.object(division, "FLOPS", 1),
-            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
-            mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
-            # The rounding of few products shows in small matrices.
-            mock.patch.object(divided, "_PARTS", 16),
-        ):
-            yield
-
     def twins(self, layout, config, **options):
         """At zero, where the first step leaves the update."""
         groups = [([index], form) for index, (_, form) in enumerate(TO_DIVIDE)]
@@ -145,11 +130,11 @@ class TestMuonDivided(OnCPU):
                 message = f"{placements} {owners} {flags} {options}"
                 make = partial(create_dtensor_config, *flags, owners)
                 layout = self.placed(mesh, *placements)
-                with self.small(max_replicas=replicas):
+                with small_ones_divided(max_replicas=replicas):
                     self.check(layout, make, message, **options)
-        strategy = common_muon.Strategy(grid, "fsdp", "tp")
+        strategy = Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
-        with self.small():
+        with small_ones_divided():
             layout = [strategy.cut(shape, 0) for shape, _ in TO_DIVIDE]
             self.check(layout, lambda: strategy.config(**groups), str(strategy))
 
@@ -163,7 +148,7 @@ class TestMuonDivided(OnCPU):
         for algorithm, is_taken in (("symmetric", True), ("quintic", False)):
             kernels.reset_mock()
             with (
-                self.small(),
+                small_ones_divided(),
                 mock.patch.object(kernel_forms, "_products_take", lambda x: True),
                 mock.patch.object(kernel_forms, "_LEAST_ROWS", 128),
                 mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
@@ -183,7 +168,7 @@ class TestMuonDivided(OnCPU):
             seen.add((products._matrix.param_index, products._ns_algorithm))
             return gram_of_block(products, *matrices)
 
-        with self.small():
+        with small_ones_divided():
             config = create_dtensor_config(owners_per_matrix=4)
             twins = Twins([Spec((32, 64), mesh_of(4), (S0,))] * 2, config, groups)
             with mock.patch.object(divided.DividedProducts, "_gram_of_block", noted):
@@ -200,7 +185,7 @@ class TestMuonDivided(OnCPU):
     def test_collectives_are_not_recorded(self):
         """A divided matrix has some between its products, which a graph of a GPU would contain."""
         placed = [Spec((32, 64), mesh_of(4), (S0,)), Spec((8, 6), mesh_of(4), (S0,))]
-        with self.small():
+        with small_ones_divided():
             twins = Twins(placed, create_dtensor_config(owners_per_matrix=4))
         compute = twins.optimizer._engine._make_runner().compute
         with mock.patch.object(compute.binder.memory, "recording", mock.Mock):
@@ -218,7 +203,7 @@ class TestMuonDivided(OnCPU):
             self.assertEqual(set().union(*of_ranks), {(True, False), (False, True)})
 
     def test_missing_gradients(self):
-        with self.small():
+        with small_ones_divided():
             config = create_dtensor_config(owners_per_matrix=2)
             twins = self.twins(self.placed(mesh_of(4), S0), config)
             twins.step(missing=[0, 2])
@@ -235,14 +220,14 @@ class TestMuonDivided(OnCPU):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""
         layout, config = self.placed(mesh_of(4), S0), create_dtensor_config
         self.assertTrainsAlike(self.twins(layout, config(owners_per_matrix=4)), 2)
-        with self.small():
+        with small_ones_divided():
             alone = self.placed(mesh_of(1), S0)
             self.assertTrainsAlike(self.twins(alone, config(owners_per_matrix=4)), 2)
             wrapped = config(owners_per_matrix=2)
             common_muon.wrap_functions(wrapped, "gather_fn")
             self.assertTrainsAlike(self.twins(layout, wrapped), 2)
 
-    def test_errors_and_description(self):
+    def test_errors_and_owners(self):
         for factory in (create_auto_config, create_dtensor_config):
             with self.subTest(factory=factory):
                 for number in (0, -1, 2.0, True, None, "all"):
@@ -251,35 +236,14 @@ class TestMuonDivided(OnCPU):
                         with self.assertRaisesRegex(ValueError, pattern):
                             factory(owners_per_matrix=number)
         layout = self.placed(mesh_of(4), S0)
-        with self.small():
+        with small_ones_divided():
             twins = self.twins(layout, create_dtensor_config(owners_per_matrix=2))
-            self.assertRegex(twins.optimizer.describe(), "parameter 0 1/2")
             first = twins.optimizer._engine.schedule.owners[0]
             self.assertEqual(twins.optimizer.matrix_owners[0, 0], first)
-            text = self.twins(layout, create_dtensor_config()).optimizer.describe()
-            self.assertRegex(text, r'is 1; "auto" would have \d for \d+ x \d+')
-            config = create_dtensor_config(owners_per_matrix="auto")
-            text = self.twins(layout, config).optimizer.describe()
-            self.assertRegex(text, r"owners_per_matrix has \d for \d+ x \d+")
             config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
             build = partial(self.twins, layout, config)
             text = "owners_per_matrix is 1 .1 for this one. on rank 0"
             self.assertRaisesEverywhere(build, ValueError, f"ranks disagree.*{text}")
-
-    def test_description_of_each_group(self):
-        """The line about the ranks of a group has neither the matrices of others nor frozen ones."""
-        placed = [
-            Spec((32, 32), mesh_of(4), (S0,)),
-            Spec((48, 48), mesh_of(4), (S0,)),
-            Spec((64, 64), None, None),
-        ]
-        with self.small():
-            twins = Twins(placed)
-            twins.params[1].requires_grad_(False)
-            config = create_dtensor_config()
-            page = Muon(twins.params, distributed_config=config).describe()
-        found = re.findall(r'"auto" would have (.*?)\.', page)
-        self.assertEqual(found, ["4 for 32 x 32"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""A step of the distributed Muon: its computation, traffic and order, and what describe() and the log say.
+"""A step of the distributed Muon: its computation, traffic and order, and the groups that it makes.
 
 torch.optim.Muon makes the group of a matrix's holders with new_group(use_local_synchronization=True).
 Each holder may have any number of groups before.
@@ -7,31 +7,19 @@ Each holder may have any number of groups before.
 
 import contextlib
 import itertools
-import logging
-import os
-import re
 import shutil
 import tempfile
-from collections import Counter
 from datetime import timedelta
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import distribute_tensor
-from torch.optim import AdamW, Muon
+from torch.optim import Muon
 from torch.optim._muon_engine.changes import rendezvous
 from torch.optim._muon_engine.process_groups import spanning_group
-from torch.optim._muon_engine.runtime import relay_stream
-from torch.optim._muon_engine.runtime.compute import MuonCompute
-from torch.optim._muon_engine.runtime.connecting import connect
-from torch.optim._muon_engine.schedule import buckets, relays
-from torch.optim._muon_reports import describe
 from torch.optim.muon import create_dtensor_config
-from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -41,7 +29,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     mesh_of,
     OnCPU,
-    place,
     R,
     S0,
     S1,
@@ -184,339 +171,6 @@ class TestMuonExchange(OnCPU):
                     self.assertRegex(seen.output[0], named)
                     with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
                         twins.optimizer.step()
-
-
-@contextlib.contextmanager
-def in_two_levels(ranks_per_node=4):
-    """More than two peers are too many."""
-    with (
-        mock.patch.object(buckets, "MAX_PEERS", 2),
-        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)),
-    ):
-        yield
-
-
-class NoStream:
-    """A stream of a device whose work is done at once."""
-
-    def __init__(self):
-        # The operations that ran on it, and waits between streams.
-        self.seen = Counter()
-        self.is_current = False
-
-    def __enter__(self):
-        self.is_current = True
-
-    def __exit__(self, *exception):
-        self.is_current = False
-
-    def wait_stream(self, other):
-        self.seen["wait_stream"] += 1
-
-    def wait_event(self, event):
-        self.seen["wait_event"] += 1
-
-    def record_event(self):
-        return "event"
-
-
-class TestMuonRelays(OnCPU):
-    """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
-
-    A rank with too many peers exchanges within its node first, then along its rail.
-    """
-
-    world_size = 8
-
-    def connections(self, twins):
-        """The collectives that the constructor makes on accelerators, so that backends connect."""
-        with Recorder() as seen:
-            connect(twins.optimizer._engine._make_runner())
-        return seen
-
-    def test_relays_on_a_stream_of_their_own(self):
-        """As on accelerators: updates are applied beside the next bucket's Newton-Schulz. A CPU has the same bits."""
-        beside, compute = NoStream(), NoStream()
-        applied = []
-        apply_relayed = MuonCompute.apply_relayed
-
-        def seen(its, bucket, relay, inputs):
-            applied.append(beside.is_current)
-            apply_relayed(its, bucket, relay, inputs)
-
-        patches = (
-            mock.patch.object(buckets, "MAX_REPLICAS", 1),
-            mock.patch.object(relays, "RELAY_BYTES", 200),
-            mock.patch.object(relay_stream, "new_stream", lambda device: beside),
-            mock.patch.object(
-                relay_stream.RelayExecutor, "_current_stream", lambda its: compute
-            ),
-            mock.patch.object(MuonCompute, "apply_relayed", seen),
-        )
-        layout = specs(grid_of(4, 2), [(R, S0)], [(16, 8)] * 32)
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            twins = Twins(layout)
-            self.assertTrainsAlike(twins, 3)
-            # A step without some gradients, and one that fails.
-            twins.step(missing=[3])
-            self.assertParity(twins)
-            failing = mock.patch.object(
-                MuonCompute, "apply_updates", side_effect=ArithmeticError("no")
-            )
-            before = compute.seen["wait_stream"]
-            twins.set_gradients()
-            with failing:
-                self.assertRaisesEverywhere(twins.optimizer.step, ArithmeticError, "no")
-        with self.everywhere():
-            self.assertTrue(applied)
-            self.assertTrue(all(applied))
-            # The gather of the fourth bucket takes the memory of the first one.
-            self.assertGreater(compute.seen["wait_event"], 0)
-            self.assertEqual(compute.seen["wait_stream"], before + 1)
-
-    def test_each_element_travels_once_and_within_one_replica(self):
-        grid = grid_of(4, 2)
-        layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
-        # Two replicas are many, and a relay carries a few shards at a time.
-        few = mock.patch.object(buckets, "MAX_REPLICAS", 1)
-        with few, mock.patch.object(relays, "RELAY_BYTES", 200):
-            twins = Twins(layout)
-        with Recorder() as seen:
-            twins.step()
-        self.assertParity(twins)
-        connections = self.connections(twins)
-        mine = set(grid["b"].mesh.flatten().tolist())
-        with self.everywhere():
-            names = {"all_to_all_single", "broadcast"}
-            for recorded in (connections, seen):
-                with self.subTest(recorded=recorded):
-                    self.assertEqual({*recorded.names}, {*names, "all_reduce"})
-                    for call in recorded.calls:
-                        self.assertLessEqual(call.peers, mine)
-            elements = Counter()
-            for call in seen.calls:
-                elements[call.name] += call.nbytes // call.itemsize
-            exchanged = elements["all_to_all_single"]
-            passed_on = elements["broadcast"]
-            # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
-            self.assertEqual(exchanged, 128)
-            # Half of each of the eight matrices.
-            self.assertEqual(passed_on, 512)
-        # Few replicas are served directly.
-        twins = Twins(layout)
-        with Recorder() as seen:
-            twins.step()
-        with self.everywhere():
-            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
-
-    def test_nodes_of_different_sizes(self):
-        with in_two_levels(2 if self.rank == 5 else 4):
-            self.assertRaisesEverywhere(
-                lambda: Twins(specs(mesh_of(8), [(S0,)])),
-                ValueError,
-                "LOCAL_WORLD_SIZE is 4 on rank 0 and 2 on rank 5.*nodes of equal size",
-            )
-
-    @in_two_levels()
-    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
-        twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
-        with Recorder() as seen:
-            twins.step()
-        self.assertParity(twins)
-        connections = self.connections(twins)
-        node, rail = self.rank // 4, self.rank % 4
-        near = {4 * node + place for place in range(4)}
-        across = {rail, 4 + rail}
-        with self.everywhere():
-            for call in connections.calls + seen.calls:
-                self.assertTrue(call.peers <= near or call.peers <= across, f"{call}")
-            # Within the node, then along the rail, there and back.
-            levels = [{*call.comm.ranks} for call in seen.calls if call.splits]
-            self.assertEqual(levels, [near, across, near, across])
-
-
-class TestMuonDescribe(OnCPU):
-    def params(self, shapes, placements=(S0,)):
-        placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
-        named = []
-        for index, spec in enumerate(placed):
-            value = place(common_muon.full(index, spec.shape), spec)
-            named.append((f"layers.{index}", nn.Parameter(value)))
-        return named
-
-    def test_relays_are_counted(self):
-        with mock.patch.object(buckets, "MAX_REPLICAS", 1):
-            muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
-            page = muon.describe()
-        self.assertIn("relayed along replicas", page)
-        self.assertNotIn("owners_per_matrix", page)
-        self.assertNotIn("keeps 0 MiB", page)
-        # Each row has MiB sent and received after matrices, TFLOP and times the mean.
-        rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
-        # Each owner broadcasts one matrix in bfloat16, and receives three.
-        sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))
-        self.assertEqual(rows, [(sent, received)] * 4)
-
-    def test_memory_for_updates_of_a_batch(self):
-        """In a wide dtype, the updates of two matrices take more than Newton-Schulz."""
-        params = []
-        for _ in range(2):
-            params.append(nn.Parameter(torch.ones(64, 128, dtype=torch.float64)))
-        with mock.patch.object(buckets, "MAX_BUCKETS", 1):
-            muon = Muon(params, foreach=True, distributed_config="auto")
-        page = muon.describe()
-        # In bfloat16, and in the dtype of the parameters.
-        expected = 2 * 64 * 128 * (2 + 8) / 2**20
-        self.assertIn(f"and {expected:.4g} for Newton-Schulz and updates", page)
-
-    def test_who_is_busy_and_what_is_left_out(self):
-        params = self.params([(256, 256), (8, 8), (8, 8)])
-        params[1][1].requires_grad_(False)
-        config = create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0)
-        muon = Muon(params, distributed_config=config)
-        page = muon.describe()
-        for words in (
-            r"Rank \d is the busiest, with 4\.00 times the mean",
-            r"largest matrix is 4\.00 times the mean",
-            r"layers\.0",
-            r"[Ff]rozen, and not in the schedule: parameter 1 'layers\.1'",
-            "one owner at a time",
-        ):
-            with self.subTest(words=words):
-                self.assertRegex(page, words)
-
-    def test_first_line_and_log(self):
-        """What matters most, with the right number of each noun."""
-        with self.assertLogs("torch.optim.muon", "INFO") as logs:
-            if self.rank:
-                # The first rank speaks for all.
-                logging.getLogger("torch.optim.muon").info("silent")
-            muon = Muon(self.params([(64, 32)]), distributed_config="auto")
-        owner = next(rank for rank, owned in muon.assignments.items() if owned)
-        expected = f"built: 1 matrix on 4 ranks, in 1 bucket. The busiest owner is rank {owner}, with 4.00 times the mean work"
-        _, first, *_ = muon.describe().splitlines()
-        count, share = (1, "100.0%") if self.rank == owner else (0, "0.0%")
-        with self.everywhere():
-            if self.rank == 0:
-                self.assertIn(expected, logs.output[-1])
-            self.assertEqual(
-                first,
-                f"Muon on rank {self.rank} of 4 owns {count} of 1 matrix, {share} of the work. "
-                f"The busiest owner is rank {owner}, with 4.00 times the mean work.",
-            )
-
-    def test_names_of_matrices_in_a_parameter(self):
-        shapes = {
-            "qkv": (12, 8),
-            "experts": (2, 12, 8),
-            "plain": (3, 8, 4),
-            "one": (8, 8),
-        }
-        params = {}
-        for name, shape in shapes.items():
-            value = distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
-            params[name] = nn.Parameter(value)
-        groups = [
-            {
-                "params": [("qkv", params["qkv"]), ("experts", params["experts"])],
-                "split": (4, 8),
-            },
-            {"params": [("plain", params["plain"]), ("one", params["one"])]},
-        ]
-        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
-        engine = muon._engine
-        names = describe._names_of_matrices(engine)
-        expected = ["qkv[0]", "qkv[1]", "one"]
-        expected += [
-            f"experts[{which}][{part}]" for which in range(2) for part in range(2)
-        ]
-        expected += [f"plain[{which}]" for which in range(3)]
-        # A rank knows the matrices of which it has a part.
-        of_all_ranks = set().union(*common_muon.everyone(names))
-        self.assertEqual(of_all_ranks, set(expected))
-        with self.everywhere():
-            page = muon.describe()
-            self.assertIn("GFLOP", page)
-            self.assertNotIn("TFLOP", page)
-
-    def test_memory_of_blends_on_a_cpu(self):
-        """All have one memory, unless gradients may have any dtype."""
-        for takes_any, count in ((False, 1), (True, 0)):
-            params = self.params([(16, 8), (8, 4), (8, 16)])
-            for _, param in params:
-                if takes_any:
-                    param.grad_dtype = None
-            muon = Muon(params, distributed_config="auto")
-            chunks = []
-            for bound in muon._engine._make_runner().compute._bound.values():
-                for part in (*bound.preparations, *bound.batches):
-                    chunks += getattr(part, "chunks", None) or getattr(part, "own", ())
-            pointers = set()
-            for chunk in chunks:
-                if chunk.scratch is not None:
-                    pointers.add(chunk.scratch.data_ptr())
-            with self.everywhere():
-                self.assertTrue(chunks)
-                self.assertEqual(len(pointers), count)
-
-    def test_share_of_the_model(self):
-        shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
-        shapes["head"] = (4, 8)
-        placed = {
-            name: distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
-            for name, shape in shapes.items()
-        }
-        vectors = {"gain": torch.ones(8), "bias": torch.ones(8)}
-        model = nn.ParameterDict(placed | vectors)
-        groups = [
-            {"params": [model["qkv"]], "split": (4, 4)},
-            {"params": [model["conv"]], "flatten": True},
-            {"params": [model["experts"]]},
-        ]
-        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
-        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stack"
-        share = ". That is 92.7% of the model's 656 elements"
-        first, *more = muon.describe().splitlines()
-        self.assertEqual(first, counts)
-        self.assertIn("Muon on rank", more[0])
-        first, *more = muon.describe(model).splitlines()
-        self.assertEqual(first, counts + share)
-        self.assertEqual(more[0], "No optimizer given here has head")
-        adamw = AdamW([model["gain"], model["head"]])
-        first, *more = muon.describe(model, adamw).splitlines()
-        self.assertEqual(first, counts + share)
-        # A vector is no matrix.
-        self.assertIn("Muon on rank", more[0])
-        # The rows are those of ranks, and an earlier optimizer decides which one comes first.
-        for name in ("parameter 0[0]", "parameter 0[1]"):
-            self.assertIn(name, "".join(more))
-
-    def test_lines_in_the_log_for_each_step(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
-        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
-            twins.step()
-        with self.everywhere():
-            phases = Counter(record.args[1] for record in seen.records)
-            self.assertEqual(phases, {"gather": 4, "orthogonalize": 1, "apply": 4})
-
-    def test_functions_of_the_users(self):
-        config = create_dtensor_config()
-        gather = config.gather_fn
-        config.gather_fn = lambda *args: gather(*args)
-        page = Muon(self.params([(8, 8)] * 4), distributed_config=config).describe()
-        self.assertIn("exchanged by the user's functions", page)
-        self.assertIn("parameter 3 'layers.3'", page)
-
-    def test_profiler_shows_buckets_and_phases(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            twins.step()
-        found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
-        for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
-            with self.subTest(phase=phase):
-                self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
 
 
 # Bounds the time that members would wait for each other under different names.

@@ -19,6 +19,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
@@ -30,7 +31,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
-    Strategy,
     Twins,
 )
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_utils
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_modules import (
     check_module,
     data_parallel,
@@ -23,7 +24,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     specs,
-    Strategy,
     Twins,
 )
 from torch.testing._internal.distributed._muon.common_parallel import SHAPES

@@ -31,6 +31,7 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     mesh_of,
@@ -467,7 +468,7 @@ class TestMuonReplaced(common_muon.OnCPU):
         twins.optimizer.param_groups[0]["params"] = list(twins.params)
 
     def test_data_of_equal_shape(self):
-        strategy = common_muon.Strategy(mesh_of(4), "fsdp")
+        strategy = Strategy(mesh_of(4), "fsdp")
         for placed, config in [
             (self.placed(), None),
             ([strategy.cut(shape) for shape in SHAPES], strategy.config()),

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import Muon
 from torch.optim._muon_engine import store
-from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._muon.common_config import near, randn
 
@@ -394,75 +394,6 @@ class Twins:
         if mine is None or placed(mine) != placed(param.data.to(its.dtype)):
             return False
         return equal(local(mine), piece_of(its, spec))
-
-
-TP_DIMS = (0, 1, None, -1, -2)
-
-
-def sizes_of(size, count, how):
-    """How ``size`` rows or columns are cut into ``count`` pieces."""
-    if how == "last":
-        return (0,) * (count - 1) + (size,)
-    sizes = [0] * count
-    if how == "balanced":
-        for line in range(size):
-            sizes[line % count] += 1
-    else:
-        # As torch.chunk: all but the last pieces have the same size.
-        step = math.ceil(size / count)
-        for line in range(size):
-            sizes[line // step] += 1
-    return tuple(sizes)
-
-
-class Strategy:
-    """A mesh, each of whose dimensions is one kind of parallelism: "fsdp", "tp", "ddp" or "cp"."""
-
-    def __init__(self, mesh, *kinds):
-        self.mesh, self.kinds = mesh, kinds
-
-    def __repr__(self):
-        return f"{' x '.join(self.kinds)} on {tuple(self.mesh.shape)}"
-
-    def group(self, kind):
-        return self.mesh.get_group(self.kinds.index(kind))
-
-    def config(self, **options):
-        groups = {f"{kind}_process_group": self.group(kind) for kind in self.kinds}
-        return create_auto_config(**{**groups, **options})
-
-    def cut(self, shape, tp_dim=None, how="chunk"):
-        """TP cuts first, and FSDP the rows of its piece."""
-        sizes, cuts = list(shape), []
-        for kind, dim in (("tp", tp_dim), ("fsdp", 0)):
-            if kind not in self.kinds or dim is None:
-                continue
-            mesh_dim = self.kinds.index(kind)
-            which = self.mesh.get_coordinate()[mesh_dim]
-            parts = sizes_of(sizes[dim], self.mesh.size(mesh_dim), how)
-            # A dimension may count from the end.
-            cuts.append((dim % 2, parts, which))
-            sizes[dim] = parts[which]
-        return Cut(tuple(shape), tuple(cuts))
-
-    def tp_dims_of(self, count):
-        """The dimension that TP cuts of each of ``count`` matrices: some of each."""
-        if "tp" not in self.kinds:
-            return [None] * count
-        dims = itertools.cycle(TP_DIMS)
-        return [next(dims) for _ in range(count)]
-
-    def twins(self, shapes=SHAPES, how="chunk"):
-        """Matrices with some of each TP dimension."""
-        self.dims = self.tp_dims_of(len(shapes))
-        cuts, of_cut_ones = [], {}
-        for index, (shape, dim) in enumerate(zip(shapes, self.dims, strict=True)):
-            cuts.append(self.cut(shape, dim, how))
-            if dim is not None:
-                of_cut_ones[index] = dim
-        if "tp" not in self.kinds:
-            return Twins(cuts, self.config())
-        return Twins(cuts, self.config(tp_dim_per_param=of_cut_ones))
 
 
 class ParityAssertions:

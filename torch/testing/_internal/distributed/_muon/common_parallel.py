@@ -20,6 +20,7 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.distributed._muon import common_modules
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_modules import (
     check_module,
     data_parallel,
@@ -39,7 +40,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
-    Strategy,
     Twins,
 )
 

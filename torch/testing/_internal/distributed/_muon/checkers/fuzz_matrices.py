@@ -21,7 +21,8 @@ from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     Plan,
     WORLD,
 )
-from torch.testing._internal.distributed._muon.common_muon import full, local, sizes_of
+from torch.testing._internal.distributed._muon.common_groups import sizes_of
+from torch.testing._internal.distributed._muon.common_muon import full, local
 
 
 if TYPE_CHECKING:

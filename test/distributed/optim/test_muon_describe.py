@@ -1,0 +1,244 @@
+# Owner(s): ["oncall: distributed"]
+"""What describe() and the log say."""
+
+import logging
+import re
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import AdamW, Muon
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_reports import describe
+from torch.optim.muon import create_dtensor_config
+from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_divided import (
+    small_ones_divided,
+)
+from torch.testing._internal.distributed._muon.common_muon import (
+    mesh_of,
+    OnCPU,
+    place,
+    R,
+    S0,
+    specs,
+    Twins,
+)
+
+
+class TestMuonDescribe(OnCPU):
+    def params(self, shapes, placements=(S0,)):
+        placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
+        named = []
+        for index, spec in enumerate(placed):
+            value = place(common_muon.full(index, spec.shape), spec)
+            named.append((f"layers.{index}", nn.Parameter(value)))
+        return named
+
+    def test_relays_are_counted(self):
+        with mock.patch.object(buckets, "MAX_REPLICAS", 1):
+            muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
+            page = muon.describe()
+        self.assertIn("relayed along replicas", page)
+        self.assertNotIn("owners_per_matrix", page)
+        self.assertNotIn("keeps 0 MiB", page)
+        # Each row has MiB sent and received after matrices, TFLOP and times the mean.
+        rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
+        # Each owner broadcasts one matrix in bfloat16, and receives three.
+        sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))
+        self.assertEqual(rows, [(sent, received)] * 4)
+
+    def test_memory_for_updates_of_a_batch(self):
+        """In a wide dtype, the updates of two matrices take more than Newton-Schulz."""
+        params = []
+        for _ in range(2):
+            params.append(nn.Parameter(torch.ones(64, 128, dtype=torch.float64)))
+        with mock.patch.object(buckets, "MAX_BUCKETS", 1):
+            muon = Muon(params, foreach=True, distributed_config="auto")
+        page = muon.describe()
+        # In bfloat16, and in the dtype of the parameters.
+        expected = 2 * 64 * 128 * (2 + 8) / 2**20
+        self.assertIn(f"and {expected:.4g} for Newton-Schulz and updates", page)
+
+    def test_who_is_busy_and_what_is_left_out(self):
+        params = self.params([(256, 256), (8, 8), (8, 8)])
+        params[1][1].requires_grad_(False)
+        config = create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0)
+        muon = Muon(params, distributed_config=config)
+        page = muon.describe()
+        for words in (
+            r"Rank \d is the busiest, with 4\.00 times the mean",
+            r"largest matrix is 4\.00 times the mean",
+            r"layers\.0",
+            r"[Ff]rozen, and not in the schedule: parameter 1 'layers\.1'",
+            "one owner at a time",
+        ):
+            with self.subTest(words=words):
+                self.assertRegex(page, words)
+
+    def test_first_line_and_log(self):
+        """What matters most, with the right number of each noun."""
+        with self.assertLogs("torch.optim.muon", "INFO") as logs:
+            if self.rank:
+                # The first rank speaks for all.
+                logging.getLogger("torch.optim.muon").info("silent")
+            muon = Muon(self.params([(64, 32)]), distributed_config="auto")
+        owner = next(rank for rank, owned in muon.assignments.items() if owned)
+        expected = f"built: 1 matrix on 4 ranks, in 1 bucket. The busiest owner is rank {owner}, with 4.00 times the mean work"
+        _, first, *_ = muon.describe().splitlines()
+        count, share = (1, "100.0%") if self.rank == owner else (0, "0.0%")
+        with self.everywhere():
+            if self.rank == 0:
+                self.assertIn(expected, logs.output[-1])
+            self.assertEqual(
+                first,
+                f"Muon on rank {self.rank} of 4 owns {count} of 1 matrix, {share} of the work. "
+                f"The busiest owner is rank {owner}, with 4.00 times the mean work.",
+            )
+
+    def test_names_of_matrices_in_a_parameter(self):
+        shapes = {
+            "qkv": (12, 8),
+            "experts": (2, 12, 8),
+            "plain": (3, 8, 4),
+            "one": (8, 8),
+        }
+        params = {}
+        for name, shape in shapes.items():
+            value = distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
+            params[name] = nn.Parameter(value)
+        groups = [
+            {
+                "params": [("qkv", params["qkv"]), ("experts", params["experts"])],
+                "split": (4, 8),
+            },
+            {"params": [("plain", params["plain"]), ("one", params["one"])]},
+        ]
+        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
+        engine = muon._engine
+        names = describe._names_of_matrices(engine)
+        expected = ["qkv[0]", "qkv[1]", "one"]
+        expected += [
+            f"experts[{which}][{part}]" for which in range(2) for part in range(2)
+        ]
+        expected += [f"plain[{which}]" for which in range(3)]
+        # A rank knows the matrices of which it has a part.
+        of_all_ranks = set().union(*common_muon.everyone(names))
+        self.assertEqual(of_all_ranks, set(expected))
+        with self.everywhere():
+            page = muon.describe()
+            self.assertIn("GFLOP", page)
+            self.assertNotIn("TFLOP", page)
+
+    def test_memory_of_blends_on_a_cpu(self):
+        """All have one memory, unless gradients may have any dtype."""
+        for takes_any, count in ((False, 1), (True, 0)):
+            params = self.params([(16, 8), (8, 4), (8, 16)])
+            for _, param in params:
+                if takes_any:
+                    param.grad_dtype = None
+            muon = Muon(params, distributed_config="auto")
+            chunks = []
+            for bound in muon._engine._make_runner().compute._bound.values():
+                for part in (*bound.preparations, *bound.batches):
+                    chunks += getattr(part, "chunks", None) or getattr(part, "own", ())
+            pointers = set()
+            for chunk in chunks:
+                if chunk.scratch is not None:
+                    pointers.add(chunk.scratch.data_ptr())
+            with self.everywhere():
+                self.assertTrue(chunks)
+                self.assertEqual(len(pointers), count)
+
+    def test_share_of_the_model(self):
+        shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
+        shapes["head"] = (4, 8)
+        placed = {
+            name: distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
+            for name, shape in shapes.items()
+        }
+        vectors = {"gain": torch.ones(8), "bias": torch.ones(8)}
+        model = nn.ParameterDict(placed | vectors)
+        groups = [
+            {"params": [model["qkv"]], "split": (4, 4)},
+            {"params": [model["conv"]], "flatten": True},
+            {"params": [model["experts"]]},
+        ]
+        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
+        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stack"
+        share = ". That is 92.7% of the model's 656 elements"
+        first, *more = muon.describe().splitlines()
+        self.assertEqual(first, counts)
+        self.assertIn("Muon on rank", more[0])
+        first, *more = muon.describe(model).splitlines()
+        self.assertEqual(first, counts + share)
+        self.assertEqual(more[0], "No optimizer given here has head")
+        adamw = AdamW([model["gain"], model["head"]])
+        first, *more = muon.describe(model, adamw).splitlines()
+        self.assertEqual(first, counts + share)
+        # A vector is no matrix.
+        self.assertIn("Muon on rank", more[0])
+        # The rows are those of ranks, and an earlier optimizer decides which one comes first.
+        for name in ("parameter 0[0]", "parameter 0[1]"):
+            self.assertIn(name, "".join(more))
+
+    def test_lines_in_the_log_for_each_step(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
+        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
+            twins.step()
+        with self.everywhere():
+            phases = Counter(record.args[1] for record in seen.records)
+            self.assertEqual(phases, {"gather": 4, "orthogonalize": 1, "apply": 4})
+
+    def test_functions_of_the_users(self):
+        config = create_dtensor_config()
+        gather = config.gather_fn
+        config.gather_fn = lambda *args: gather(*args)
+        page = Muon(self.params([(8, 8)] * 4), distributed_config=config).describe()
+        self.assertIn("exchanged by the user's functions", page)
+        self.assertIn("parameter 3 'layers.3'", page)
+
+    def test_profiler_shows_buckets_and_phases(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            twins.step()
+        found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
+        for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
+            with self.subTest(phase=phase):
+                self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
+
+    def test_divided_matrices(self):
+        placed = common_muon.specs(mesh_of(4), [(S0,)], [(128, 300), (160, 160)])
+        with small_ones_divided():
+            for number, words in (
+                (2, "parameter 0 1/2"),
+                (1, r'is 1; "auto" would have \d for \d+ x \d+'),
+                ("auto", r"owners_per_matrix has \d for \d+ x \d+"),
+            ):
+                with self.subTest(number=number):
+                    config = create_dtensor_config(owners_per_matrix=number)
+                    muon = common_muon.Twins(placed, config).optimizer
+                    self.assertRegex(muon.describe(), words)
+
+    def test_divided_matrices_of_each_group(self):
+        """The line about the ranks of a group has neither the matrices of others nor frozen ones."""
+        placed = [
+            common_muon.Spec((32, 32), mesh_of(4), (S0,)),
+            common_muon.Spec((48, 48), mesh_of(4), (S0,)),
+            common_muon.Spec((64, 64), None, None),
+        ]
+        with small_ones_divided():
+            twins = common_muon.Twins(placed)
+            twins.params[1].requires_grad_(False)
+            config = create_dtensor_config()
+            page = Muon(twins.params, distributed_config=config).describe()
+        found = re.findall(r'"auto" would have (.*?)\.', page)
+        self.assertEqual(found, ["4 for 32 x 32"])
+
+
+if __name__ == "__main__":
+    run_tests()

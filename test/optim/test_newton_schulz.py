@@ -1,0 +1,131 @@
+# Owner(s): ["module: optimizer"]
+"""The quintic Newton-Schulz iteration as a function: its bits, its inputs and its options."""
+
+import itertools
+
+import torch
+from torch.optim._newton_schulz import (
+    _zeropower_via_newtonschulz,
+    as_tuples,
+    check_newton_schulz,
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    newton_schulz,
+    NS_DTYPE,
+    stored_ns_algorithm,
+)
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+DEFAULTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+SHAPES = (8, 8), (7, 5), (4, 16), (16, 4), (1, 8), (5, 1), (1, 1), (40, 24)
+
+
+def matrix_of(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_upstream(grad, coefficients, steps, eps):
+    """The iteration as torch.optim.Muon had it, in its order of operations."""
+    a, b, c = coefficients
+    x = grad.bfloat16()
+    if grad.size(0) > grad.size(1):
+        x = x.T
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+class TestQuintic(TestCase):
+    def test_bits(self):
+        for shape, steps in itertools.product(SHAPES, (0, 1, 5)):
+            with self.subTest(shape=shape, steps=steps):
+                grad = matrix_of(*shape)
+                expected = as_upstream(grad, DEFAULTS, steps, EPS)
+                found = _zeropower_via_newtonschulz(grad, DEFAULTS, steps, EPS)
+                self.assertEqual(found.dtype, NS_DTYPE)
+                self.assertTrue(torch.equal(found, expected))
+
+    def test_singular_values(self):
+        """They end between about 0.3 and 1.2."""
+        found = newton_schulz(matrix_of(24, 40), DEFAULTS, DEFAULT_NS_STEPS, EPS)
+        values = torch.linalg.svdvals(found)
+        self.assertGreater(values.min(), 0.3)
+        self.assertLess(values.max(), 1.25)
+
+    def test_input_stays(self):
+        """A bfloat16 input was divided by its norm in place, and that was the momentum."""
+        for shape in SHAPES:
+            with self.subTest(shape=shape):
+                x = matrix_of(*shape).bfloat16()
+                before = x.clone()
+                newton_schulz(x, DEFAULTS, 5, EPS)
+                _zeropower_via_newtonschulz(x, DEFAULTS, 5, EPS)
+                self.assertTrue(torch.equal(x, before))
+
+    def test_out(self):
+        """The result is there, or is another tensor; the input may be the same memory."""
+        for shape in SHAPES:
+            with self.subTest(shape=shape):
+                x = matrix_of(*shape).bfloat16()
+                expected = newton_schulz(x, DEFAULTS, 5, EPS)
+                out = torch.empty_like(x)
+                self.assertTrue(
+                    torch.equal(newton_schulz(x, DEFAULTS, 5, EPS, out=out), expected)
+                )
+                found = newton_schulz(x, DEFAULTS, 5, EPS, out=x)
+                self.assertTrue(torch.equal(found, expected))
+
+    def test_batch(self):
+        """Each matrix of a batch is divided by its own norm."""
+        batch = torch.stack([10**k * matrix_of(6, 9, seed=k) for k in range(3)])
+        found = newton_schulz(batch, DEFAULTS, 5, EPS)
+        for matrix, one in zip(batch, found, strict=True):
+            expected = newton_schulz(matrix, DEFAULTS, 5, EPS)
+            self.assertEqual(one, expected, rtol=1e-4, atol=1e-4)
+
+    def test_coefficients_of_each_step(self):
+        x = matrix_of(6, 9).bfloat16()
+        alike = newton_schulz(x, [DEFAULTS] * 4, 4, EPS)
+        self.assertTrue(torch.equal(alike, newton_schulz(x, DEFAULTS, 4, EPS)))
+        own = [DEFAULTS, (2.0, -1.5, 0.5), (1.5, -0.5, 0.0)]
+        one_by_one = newton_schulz(x.double(), own, 3, EPS)
+        u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
+        values = values / values.norm()
+        for a, b, c in own:
+            values = a * values + b * values**3 + c * values**5
+        self.assertEqual(one_by_one, u @ values.diag() @ v, rtol=1e-9, atol=1e-9)
+
+
+class TestOptions(TestCase):
+    def test_errors(self):
+        for options, words in (
+            ((DEFAULTS, 100, "quintic"), "steps must be less than 100"),
+            (((1.0, 2.0), 5, "quintic"), "tuple of exactly 3 values"),
+            (([DEFAULTS] * 4, 5, "quintic"), "4 tuples but ns_steps is 5"),
+            ((DEFAULTS, 5, "cubic"), "ns_algorithm must be one of .*'cubic'"),
+        ):
+            with self.subTest(options=options):
+                with self.assertRaisesRegex(ValueError, words):
+                    check_newton_schulz(*options)
+        check_newton_schulz([DEFAULTS] * 5, 5, "quintic")
+        with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):
+            _zeropower_via_newtonschulz(matrix_of(2, 3, 4), DEFAULTS, 5, EPS)
+
+    def test_forms_of_checkpoints(self):
+        """JSON has lists for tuples. Upstream's proposal has another name of the quintic."""
+        self.assertEqual(as_tuples([[1, 2, 3], [4, 5, 6]]), ((1, 2, 3), (4, 5, 6)))
+        self.assertEqual(as_tuples([1, 2, 3]), (1, 2, 3))
+        self.assertEqual(stored_ns_algorithm("standard"), "quintic")
+        self.assertEqual(stored_ns_algorithm("quintic"), "quintic")
+        self.assertIs(stored_ns_algorithm(None), None)
+
+
+if __name__ == "__main__":
+    run_tests()
