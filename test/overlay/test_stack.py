@@ -176,3 +176,18 @@ def test_commits_are_small(commits, added):
     for (message, _), files in zip(commits, added, strict=True):
         lines = sum(count for rel, count in files.items() if "test" not in rel)
         assert lines <= 2200, (message.splitlines()[0], lines)
+
+
+def test_no_results_are_relayed_before_there_are_relays(commits):
+    """The owner sent them to one replica of five, and nobody passed them on."""
+    forms = []
+    for _, texts in commits:
+        for rel in ("buckets.py", "relays.py"):
+            path = f"torch/optim/_muon_engine/schedule/{rel}"
+            if path in texts:
+                forms.append((rel, b"relayed = True" in texts[path]))
+    assert forms[0] == ("buckets.py", False)
+    assert forms[-2:] in (
+        [("buckets.py", True), ("relays.py", False)],
+        [("relays.py", False), ("buckets.py", True)],
+    )

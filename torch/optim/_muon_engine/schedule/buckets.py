@@ -183,14 +183,17 @@ def _make_bucket(
     """The bucket with this ``index`` in its group, and how its ranks exchange shards."""
     _, family, matrices = candidate
     shards = Counter(layouts[matrix].shards for matrix in matrices)
-    relayed = _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize)
-    node_size = 1
-    if len(family.ranks) - 1 > MAX_PEERS:
-        from .levels import most_destinations, node_size_of
+    peers = len(family.ranks) - 1
+    relayed = False
+    if _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize):
+        from .relays import most_destinations
 
-        peers = len(family.ranks) - 1
-        if relayed:
-            peers = most_destinations(shards)
+        relayed = True
+        peers = most_destinations(shards)
+    node_size = 1
+    if peers > MAX_PEERS:
+        from .levels import node_size_of
+
         node_size = node_size_of(family.ranks, peers, ranks_per_node, MAX_PEERS)
     return Bucket(
         family.ranks,

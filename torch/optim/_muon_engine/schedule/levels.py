@@ -2,26 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 
-from ..layouts.layout import Ranks, Shards
+from ..layouts.layout import Ranks
 from .schedule import between, Bucket, Schedule
 
 
 # Split sizes of each pack.
 SplitSizes = list[tuple[int, ...]]
-
-
-def most_destinations(distinct: Iterable[Shards]) -> int:
-    """With how many ranks an owner exchanges a matrix of any of these shards if there are relays."""
-    most = 0
-    for shards in distinct:
-        count = 0
-        for replicas in shards.replica_sets:
-            if not shards.is_empty(replicas[0]):
-                count += 1
-        most = max(most, count)
-    return most
 
 
 def node_size_of(ranks: Ranks, peers: int, ranks_per_node: int, max_peers: int) -> int:
