@@ -76,39 +76,34 @@ class Executor:
         """Makes a step."""
         if self.memory.frees_between_steps:
             self.memory.allocate()
-        for operation, label, progress in self._operations:
-            self._progress.now = progress
-            with _RecordFunctionFast(label):
-                self._execute(operation, inputs)
-        self._finish()
-
-    def _execute(self, operation: LocalOperation, inputs: Any) -> None:
-        compute = self._compute
-        action, bucket, item = operation
-        if action is Action.GATHER:
-            compute.prepare(bucket, inputs)
-            bucket.start_gather()
-        elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
-            bucket.wait()
-        elif action is Action.ORTHOGONALIZE:
-            compute.compute(bucket, item, inputs)
-        elif action is Action.SCATTER:
-            bucket.start_scatter()
-        elif action is Action.APPLY:
-            compute.apply_updates(bucket, inputs)
-            if bucket.relays:
-                bucket.pack_relays()
-        elif action is Action.RELAY:
-            item.start()
-        elif action is Action.AWAIT_RELAY:
-            item.wait()
-        elif action is Action.APPLY_RELAYED:
-            compute.apply_relayed(bucket, item, inputs)
-
-    def _finish(self) -> None:
-        """Ends a step whose operations have run."""
+        self._run(self._operations, inputs)
         if self.memory.frees_between_steps:
             self.memory.free()
+
+    def _run(self, operations: Sequence[LabelledOperation], inputs: Any) -> None:
+        compute = self._compute
+        for (action, bucket, item), label, progress in operations:
+            self._progress.now = progress
+            with _RecordFunctionFast(label):
+                if action is Action.GATHER:
+                    compute.prepare(bucket, inputs)
+                    bucket.start_gather()
+                elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
+                    bucket.wait()
+                elif action is Action.ORTHOGONALIZE:
+                    compute.compute(bucket, item, inputs)
+                elif action is Action.SCATTER:
+                    bucket.start_scatter()
+                elif action is Action.APPLY:
+                    compute.apply_updates(bucket, inputs)
+                    if bucket.relays:
+                        bucket.pack_relays()
+                elif action is Action.RELAY:
+                    item.start()
+                elif action is Action.AWAIT_RELAY:
+                    item.wait()
+                elif action is Action.APPLY_RELAYED:
+                    compute.apply_relayed(bucket, item, inputs)
 
 
 def drain(flights: Sequence[InFlight]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..schedule.order import Action, LocalOperation
-from .executor import Compute, Executor, Progress
+from .executor import Compute, Executor, LabelledOperation, Progress
 from .memory import Memory
 
 
@@ -51,24 +51,25 @@ class RelayExecutor(Executor):
         # Whether this step has work on the stream. A graph that captures the step refuses a stream without any.
         self._is_used = False
 
-    def run(self, inputs: Any) -> None:
-        """Makes a step. After an error, too, later work of this thread comes after that on the stream."""
+    def _run(self, operations: Sequence[LabelledOperation], inputs: Any) -> None:
         self._applied.clear()
         self._is_used = False
         try:
-            super().run(inputs)
-        except BaseException:
-            self._join()
-            raise
+            for labelled in operations:
+                self._run_one(labelled, inputs)
+        finally:
+            # After an error, too, later work of this thread comes after that on the stream.
+            if self._is_used:
+                self._current_stream().wait_stream(self._stream)
 
-    def _execute(self, operation: LocalOperation, inputs: Any) -> None:
-        action, bucket, _ = operation
+    def _run_one(self, labelled: LabelledOperation, inputs: Any) -> None:
+        action, bucket, _ = labelled.operation
         if action in _BESIDE and bucket.bucket.relayed:
             # The first one waits for the scatter, which was launched behind the results of this rank's own matrices.
             self._is_used = True
             inputs.is_beside = True
             with self._stream:
-                super()._execute(operation, inputs)
+                super()._run([labelled], inputs)
             inputs.is_beside = False
             if action is Action.APPLY:
                 self._applied[bucket.ranks] = self._stream.record_event()
@@ -76,15 +77,7 @@ class RelayExecutor(Executor):
         if action is Action.GATHER and bucket.ranks in self._applied:
             # It takes the memory of a bucket that was applied.
             self._current_stream().wait_event(self._applied[bucket.ranks])
-        super()._execute(operation, inputs)
-
-    def _finish(self) -> None:
-        self._join()
-        super()._finish()
-
-    def _join(self) -> None:
-        if self._is_used:
-            self._current_stream().wait_stream(self._stream)
+        super()._run([labelled], inputs)
 
     def _current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.memory.device)
