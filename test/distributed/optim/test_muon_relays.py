@@ -69,6 +69,15 @@ def in_two_levels(ranks_per_node=4):
         yield
 
 
+class TestMuonReplicas(TestCase):
+    def test_few_replicas_relay_what_is_much_for_a_bucket(self):
+        layouts = shards_of([(8, 8)] * 64, 1, replicas=2)
+        with mock.patch.object(buckets, "BUCKET_BYTES", 256):
+            schedule = make_schedule(layouts, assign_owners(layouts))
+        relayed = {bucket.relayed for bucket in schedule.buckets}
+        self.assertEqual(relayed, {True})
+
+
 class NoStream:
     """A stream of a device whose work is done at once."""
 

@@ -225,7 +225,7 @@ class TestOrder(TestCase):
 
 class TestMuonSchedule(TestCase):
     def test_contributions_are_larger(self):
-        """They are summed before they are rounded. Few replicas relay what is much for a bucket."""
+        """They are summed before they are rounded."""
         layouts = shards_of([(8, 8)] * 64, 1, replicas=2)
         terms = replace(layouts[0].shards, contributions=(0, 1))
         summed = [replace(layout, shards=terms) for layout in layouts]
@@ -233,7 +233,6 @@ class TestMuonSchedule(TestCase):
             once = scheduled(layouts).buckets
             more = scheduled(summed).buckets
         self.assertGreater(len(more), len(once))
-        self.assertEqual({bucket.relayed for bucket in once}, {True})
 
     def test_every_owner_works_in_every_bucket(self):
         """Buckets, run sequentially, take hardly longer than the busiest owner's own work.
