@@ -12,7 +12,7 @@ from .wheel import ask_python, find_wheel, plain_environment, Wheel
 
 
 # All tests, as the README says, too.
-TIME = "eight minutes on two idle cores"
+TIME = "fifteen minutes on two cores"
 # Folders of torch without Python.
 WHOLE = {"bin", "include", "lib", "share"}
 # On another interpreter: the optimizer's tests, why some are skipped, and what they import.
