@@ -512,7 +512,8 @@ def _single_tensor_muon(
             for tensors in (params, grads, muon_momentum_bufs)
         )
     # In one pass, if kernels take both.
-    fuses = bool(grads) and formulas.takes_kernels(muon_momentum_bufs, grads)
+    # Dynamo of torch 2.11 cannot trace bool() of a list.
+    fuses = len(grads) > 0 and formulas.takes_kernels(muon_momentum_bufs, grads)
     fuses = fuses and all(grad.ndim == 2 for grad in grads)
     if not fuses:
         for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
