@@ -36,8 +36,8 @@ def live_params(muon: Any) -> list[Param]:
     """The parameters of all groups, as an engine takes them."""
     formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
     params: list[Param] = []
-    for index, (group, name, tensor) in enumerate(
-        checks.named_params(muon.param_groups)
-    ):
-        params.append(Param(index, tensor, name, group, formulas[group]))
+    named = checks.named_params(muon.param_groups)
+    for index, (param_group, name, tensor) in enumerate(named):
+        of_group = formulas[param_group]
+        params.append(Param(index, tensor, name, param_group, of_group))
     return params

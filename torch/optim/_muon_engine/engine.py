@@ -18,12 +18,7 @@ from .config import DistributedConfig
 from .layouts.local import traits_of
 from .process_groups import listed, Ranks
 from .runtime.packed import PackedStep
-from .runtime.params import (
-    Lineage,
-    Param,
-    States,
-    StepInputs,
-)
+from .runtime.params import Lineage, Param, States, StepInputs
 from .runtime.transport import CollectiveError
 from .schedule.schedule import Schedule
 from .store import FailureNotes

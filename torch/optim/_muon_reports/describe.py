@@ -219,10 +219,11 @@ def _share_of_rank(schedule: Schedule, rank: int) -> str:
         return " has no matrices to train"
     work_of = _work_of_ranks(schedule.layouts, schedule.owners, matrices)
     own_count = sum(schedule.owners[matrix] == rank for matrix in matrices)
+    all_matrices = counted(len(matrices), "matrix", "matrices")
     total = work_of.total() or 1
     busiest = max(work_of, key=lambda owner: work_of[owner])
     return (
-        f" owns {own_count} of {counted(len(matrices), 'matrix', 'matrices')}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
+        f" owns {own_count} of {all_matrices}, {work_of[rank] / total:.1%} of the work. The busiest owner is rank {busiest}, "
         f"with {work_of[busiest] * len(work_of) / total:.2f} times the mean work."
     )
 

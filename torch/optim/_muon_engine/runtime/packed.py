@@ -160,9 +160,9 @@ class PackedStep:
             divided = sum(batch.matrices[0].products is not None for batch in batches)
             work_of[index] = LocalWork(bucket, batches, divided, bucket.relays)
         operations = local_order(self._order, self._ranks_of_buckets, work_of)
-        parts = operations, self.compute, self.memory, self.progress
-        self._executor = Executor(*parts)
+        make: Callable[..., Executor] = Executor
         if self._relay_stream is not None:
             from .relay_stream import RelayExecutor
 
-            self._executor = RelayExecutor(*parts, self._relay_stream)
+            make = partial(RelayExecutor, stream=self._relay_stream)
+        self._executor = make(operations, self.compute, self.memory, self.progress)
