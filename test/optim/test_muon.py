@@ -27,6 +27,7 @@ from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
     FUNCTIONAL,
     make_matrix,
+    make_params,
     MuonTestCase,
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
@@ -133,6 +134,49 @@ class TestStockResults(TestCase):
             self.assertEqual(param.detach(), expected, atol=0.05, rtol=0)
 
 
+def plain_step(param, grad, momentum, options):
+    """Muon's step by the formulas of the papers, one operation after the other."""
+    momentum.lerp_(grad, 1 - 0.95)
+    blended = grad.lerp(momentum, 0.95) if options["nesterov"] else momentum
+    x = blended.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.T if is_tall else x
+    rows, columns = param.shape
+    scale = max(1, rows / columns) ** 0.5
+    if options["adjust_lr_fn"] == "match_rms_adamw":
+        scale = 0.2 * max(rows, columns) ** 0.5
+    param.mul_(1 - 0.05 * 0.1).add_(x, alpha=-0.05 * scale)
+
+
+@common_utils.instantiate_parametrized_tests
+class TestPlainFormulas(TestCase):
+    """No torch.optim.Muon that was replaced is needed for these."""
+
+    @parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    @parametrize("nesterov", [True, False])
+    @parametrize("mode", [None, "match_rms_adamw"])
+    def test_bits(self, dtype, nesterov, mode):
+        options = {"nesterov": nesterov, "adjust_lr_fn": mode}
+        generator = torch.Generator().manual_seed(3)
+        for shape in SHAPES:
+            expected = make_matrix(shape, dtype, generator)
+            momentum = torch.zeros_like(expected)
+            param = nn.Parameter(expected.clone())
+            optimizer = Muon([param], lr=0.05, weight_decay=0.1, **options)
+            for _ in range(3):
+                param.grad = make_matrix(shape, dtype, generator)
+                with torch.no_grad():
+                    plain_step(expected, param.grad, momentum, options)
+                optimizer.step()
+                self.assertEqual(param.detach(), expected, rtol=0, atol=0)
+
+
 @needs_stock
 @common_utils.instantiate_parametrized_tests
 class TestStockParity(MuonTestCase):
@@ -225,6 +269,7 @@ class TestStockParity(MuonTestCase):
 
     def test_signatures_begin_alike(self):
         options = {"distributed_config", "allow_batched_matrices", "options"}
+        options |= {"more_options"}
         options |= NEW_FLAGS
         for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
             with self.subTest(name=name):
@@ -385,6 +430,95 @@ class TestMuonCore(MuonTestCase):
         restored.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
         self.assertEqual(len(restored.param_groups), 2)
         self.assertEqual(restored.assignments, {})
+
+
+class PhaseByPhase:
+    """An executor that makes one phase for all parameters before it begins the next one."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.steps = 0
+        self.failure = ""
+        self.rank = 3
+        self.assignments = {3: [0, 1, 2]}
+        self.matrix_owners = {(index, 0): 3 for index in range(3)}
+        self.waits = 0
+
+    def matches(self, param_groups):
+        return True
+
+    def count_step(self):
+        self.steps += 1
+
+    def step(self, formulas, states):
+        params = []
+        for of_group, group in zip(formulas, self._optimizer.param_groups):
+            params += [(of_group, param) for param in group["params"]]
+        blended = {}
+        for of_group, param in params:
+            state = states[param]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(param.grad)
+            momentum = [state["momentum_buffer"]]
+            of_group.accumulate(momentum, [param.grad])
+            (blended[param],) = of_group.blend(momentum, [param.grad])
+        updates = {
+            param: of_group.orthogonalize(blended[param]) for of_group, param in params
+        }
+        for of_group, param in params:
+            step_size = of_group.step_size(param.shape, param.device)
+            of_group.apply([param], [updates[param]], step_size)
+        return []
+
+    def synchronize(self):
+        self.waits += 1
+
+
+class TestExecutors(MuonTestCase):
+    GROUPS = [
+        {"params": [0, 2], "nesterov": False},
+        {"params": [1], "adjust_lr_fn": "match_rms_adamw"},
+    ]
+
+    def test_another_order_has_the_same_bits(self):
+        def install(optimizer, step):
+            if step == 0:
+                optimizer._engine = PhaseByPhase(optimizer)
+
+        given = {"shapes": SHAPES[:3], "groups": self.GROUPS, "lr": 0.05}
+        expected, their_momenta, _ = self.run_steps(Muon, **given)
+        params, momenta, optimizer = self.run_steps(Muon, between=install, **given)
+        self.assert_same_bits(params, expected)
+        self.assert_same_bits(momenta, their_momenta)
+        self.assertEqual(optimizer._engine.steps, 3)
+
+    def test_what_muon_asks_an_executor(self):
+        optimizer = Muon(make_params(*SHAPES[:3]))
+        self.assertEqual(optimizer.assignments, {})
+        self.assertEqual(optimizer.matrix_owners, {})
+        executor = optimizer._engine = PhaseByPhase(optimizer)
+        self.assertEqual(optimizer.current_rank, 3)
+        self.assertEqual(optimizer.assignments, {3: [0, 1, 2]})
+        self.assertEqual(optimizer.matrix_owners[1, 0], 3)
+        optimizer.synchronize()
+        optimizer.state_dict()
+        self.assertEqual(executor.waits, 2)
+        # A failure is in the log, but the checkpoint is there.
+        executor.failure = "rank 5 ended"
+        with self.assertLogs("torch.optim.muon", "WARNING") as logs:
+            optimizer.state_dict()
+        self.assertIn("rank 5 ended", logs.output[0])
+
+    def test_a_step_that_the_closure_breaks_off_counts(self):
+        optimizer = Muon(make_params((3, 4)))
+        executor = optimizer._engine = PhaseByPhase(optimizer)
+
+        def closure():
+            raise KeyError("the loss")
+
+        with self.assertRaises(KeyError):
+            optimizer.step(closure)
+        self.assertEqual(executor.steps, 1)
 
 
 class TestNamesOfOneAlgorithm(MuonTestCase):

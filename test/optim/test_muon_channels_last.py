@@ -74,7 +74,7 @@ class TestMuonChannelsLast(TestCase):
         """A copy of the parameter would lose the update, and one of momentum would start it anew."""
         kernel = self.kernel(8, 6, 3, 3)
         group = Muon([{"params": [kernel], "flatten": True}]).param_groups[0]
-        (matrix,) = MuonFormulas.of_group(group).matrices(kernel)
+        (matrix,) = MuonFormulas.of_group(group).matrices_in(kernel)
         self.assertEqual(matrix.data_ptr(), kernel.data_ptr())
         self.assertEqual(matrix.shape, (8, 54))
         options = {name: group[name] for name in MuonFormulas._fields}

@@ -261,29 +261,6 @@ class TestDistributedConfig(MuonTestCase):
                         shapes, Muon, "auto", dtype=dtype, **given
                     )
 
-    def test_foreach_with_a_config(self):
-        # A single rank has one bucket.
-        shapes = [(4, 6)] * 16
-        for foreach in (None, False, True):
-            with self.subTest(foreach=foreach):
-                options = {"distributed_config": "auto", "foreach": foreach}
-                optimizer = Muon(make_params(*shapes), **options)
-                with NewtonSchulzCalls() as calls:
-                    optimizer.step()
-                self.assertEqual(calls.shapes, shapes)
-                self.assertEqual(calls.batches, [(16, 4, 6)] if foreach else [])
-                # On an accelerator, None batches too.
-                formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
-                size = formulas.batch_size((4, 6), torch.device("cuda"))
-                self.assertEqual(size > 1, foreach is not False)
-        groups = [
-            {"params": make_params(*shapes[:8]), "foreach": foreach}
-            for foreach in (True, False)
-        ]
-        with NewtonSchulzCalls() as calls:
-            Muon(groups, distributed_config="auto").step()
-        self.assertEqual(calls.batches, [(8, 4, 6)])
-
 
 class TestMuonErrors(MuonTestCase):
     def test_configs_of_another_kind(self):

@@ -121,12 +121,18 @@ class TestDTensorLayouts(FakeRanks, TestCase):
             self.assertEqual(found.type, "cpu")
 
     def test_ranks_that_share_matrices_of_a_stack(self):
-        """Fewer than those of the mesh, unless the stack is one matrix."""
+        """Fewer than those of the mesh."""
         self.as_rank(0, 4)
         stack = self.dtensor((2, 2), Shard(0), Shard(1), shape=(2, 3, 5))
         sharing = DTensorLayouts().sharing([stack])
         self.assertEqual({*sharing}, {(0, 1, 2, 3), (0, 1)})
-        self.assertEqual({*DTensorLayouts().sharing([stack], {0})}, {(0, 1, 2, 3)})
+
+    def test_ranks_that_share_a_flattened_stack(self):
+        """Those of the mesh."""
+        self.as_rank(0, 4)
+        stack = self.dtensor((2, 2), Shard(0), Shard(1), shape=(2, 3, 5))
+        sharing = DTensorLayouts().sharing([stack], flattened={0})
+        self.assertEqual({*sharing}, {(0, 1, 2, 3)})
 
     def test_offloaded_parameters(self):
         """Their mesh communicates between accelerators."""

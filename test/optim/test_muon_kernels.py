@@ -233,7 +233,7 @@ class TestFormsOfNewtonSchulz(TestCase):
             taken.assert_called_once_with(x, [COEFFICIENTS] * 2, 1e-7, "gram", out)
             # Not without steps, with a block's own products, or on a CPU.
             newton_schulz(x, COEFFICIENTS, 0, 1e-7, "gram")
-            newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", Products)
+            newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", team_products=Products)
             newton_schulz(torch.randn(8, 16), COEFFICIENTS, 2, 1e-7, "gram")
             self.assertEqual(taken.call_count, 1)
 
@@ -476,8 +476,10 @@ class TestFusedOption(TestCase):
         self.assertTrue(copy.deepcopy(muon).param_groups[0]["fused"])
         self.assertTrue(pickle.loads(pickle.dumps(muon)).param_groups[0]["fused"])
         formulas = MuonFormulas.of_group(muon.param_groups[0])
-        self.assertEqual(formulas.signature()["fused"], "True")
-        self.assertNotEqual(formulas.digest, formulas._replace(fused=None).digest)
+        self.assertEqual(formulas.option_texts()["fused"], "True")
+        self.assertNotEqual(
+            formulas.options_digest, formulas._replace(fused=None).options_digest
+        )
         self.assertNotIn("fused", MuonFormulas.required_options())
 
     def test_states_without_the_option(self):

@@ -30,7 +30,6 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     local_config,
     MuonTestCase,
-    NewtonSchulzCalls,
 )
 
 
@@ -204,24 +203,6 @@ class TestModels(MuonTestCase):
         for config in (None, local_config()):
             with self.subTest(config=config), mode:
                 self.assert_step_keeps_kind(param, config)
-
-    def test_batches_are_of_one_device(self):
-        """Without ``foreach``, accelerators batch the matrices of a stack, and CPUs do not."""
-        matrices = [
-            nn.Parameter(torch.ones(3, 4, device="cpu")),
-            nn.Parameter(torch.ones(3, 4, device="meta")),
-        ]
-        stacks = [
-            nn.Parameter(torch.ones(2, 3, 4, device="cpu")),
-            nn.Parameter(torch.ones(2, 3, 5, device="meta")),
-        ]
-        for param in matrices + stacks:
-            param.grad = torch.empty_like(param)
-        with NewtonSchulzCalls() as calls:
-            Muon(matrices, foreach=True).step()
-            for stack in stacks:
-                Muon([stack], allow_batched_matrices=True).step()
-        self.assertEqual(calls.batches, [(2, 3, 5)])
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

@@ -9,7 +9,12 @@ from torch import nn
 from torch.optim import _muon as ours
 from torch.optim import Muon
 from torch.optim import muon as public_module
-from torch.optim._newton_schulz import newton_schulz, Products
+from torch.optim._newton_schulz import (
+    check_newton_schulz,
+    newton_schulz,
+    Products,
+    stored_ns_algorithm,
+)
 from torch.optim._newton_schulz_variants import (
     newton_schulz_bytes,
     products_for,
@@ -149,6 +154,19 @@ class TestGramNewtonSchulz(TestCase):
         before = params[0].detach().clone()
         optimizer.step()
         self.assertNotEqual(before, params[0])
+
+
+class TestNamesOfAlgorithms(TestCase):
+    def test_unknown_algorithm(self):
+        words = "ns_algorithm must be one of .*'cubic'"
+        with self.assertRaisesRegex(ValueError, words):
+            check_newton_schulz(COEFFICIENTS, 5, ns_algorithm="cubic")
+
+    def test_other_names(self):
+        """Upstream's proposal has another name of the quintic."""
+        self.assertEqual(stored_ns_algorithm("standard"), "quintic")
+        self.assertEqual(stored_ns_algorithm("quintic"), "quintic")
+        self.assertIs(stored_ns_algorithm(None), None)
 
 
 class TestCoefficients(TestCase):

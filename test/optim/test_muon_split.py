@@ -355,7 +355,12 @@ class TestMuonSplit(TestCase):
                     with self.subTest(algorithm=algorithm):
                         plain, symmetric = (
                             newton_schulz(
-                                matrix, COEFFICIENTS, 2, 1e-7, algorithm, products
+                                matrix,
+                                COEFFICIENTS,
+                                2,
+                                1e-7,
+                                algorithm,
+                                team_products=products,
                             )
                             for products in (torchs, SymmetricProducts)
                         )

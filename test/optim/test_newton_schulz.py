@@ -7,7 +7,6 @@ import torch
 from torch.optim._newton_schulz import (
     _zeropower_via_newtonschulz,
     as_tuples,
-    check_newton_schulz,
     DEFAULT_A,
     DEFAULT_B,
     DEFAULT_C,
@@ -15,7 +14,6 @@ from torch.optim._newton_schulz import (
     EPS,
     newton_schulz,
     NS_DTYPE,
-    stored_ns_algorithm,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -105,26 +103,24 @@ class TestQuintic(TestCase):
 
 class TestOptions(TestCase):
     def test_errors(self):
-        for options, words in (
-            ((DEFAULTS, 100, "quintic"), "steps must be less than 100"),
-            (((1.0, 2.0), 5, "quintic"), "tuple of exactly 3 values"),
-            (([DEFAULTS] * 4, 5, "quintic"), "4 tuples but ns_steps is 5"),
-            ((DEFAULTS, 5, "cubic"), "ns_algorithm must be one of .*'cubic'"),
+        for coefficients, steps, words in (
+            (DEFAULTS, 100, "steps must be less than 100"),
+            ((1.0, 2.0), 5, "tuple of exactly 3 values"),
+            ([DEFAULTS] * 4, 5, "4 tuples but ns_steps is 5"),
         ):
-            with self.subTest(options=options):
+            with self.subTest(words):
                 with self.assertRaisesRegex(ValueError, words):
-                    check_newton_schulz(*options)
-        check_newton_schulz([DEFAULTS] * 5, 5, "quintic")
+                    _zeropower_via_newtonschulz(
+                        matrix_of(2, 3), coefficients, steps, EPS
+                    )
+        _zeropower_via_newtonschulz(matrix_of(2, 3), [DEFAULTS] * 5, 5, EPS)
         with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):
             _zeropower_via_newtonschulz(matrix_of(2, 3, 4), DEFAULTS, 5, EPS)
 
     def test_forms_of_checkpoints(self):
-        """JSON has lists for tuples. Upstream's proposal has another name of the quintic."""
+        """JSON has lists for tuples."""
         self.assertEqual(as_tuples([[1, 2, 3], [4, 5, 6]]), ((1, 2, 3), (4, 5, 6)))
         self.assertEqual(as_tuples([1, 2, 3]), (1, 2, 3))
-        self.assertEqual(stored_ns_algorithm("standard"), "quintic")
-        self.assertEqual(stored_ns_algorithm("quintic"), "quintic")
-        self.assertIs(stored_ns_algorithm(None), None)
 
 
 if __name__ == "__main__":

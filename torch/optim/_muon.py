@@ -40,6 +40,8 @@ log = logging.getLogger("torch.optim.muon")
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
 _COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
+_NOT_2D = "Param gradient must be a 2D matrix"
+
 
 class Muon(Optimizer):
     r"""Implements Muon algorithm.
@@ -86,7 +88,8 @@ class Muon(Optimizer):
         params (iterable): matrices, as parameters, as ``named_parameters()`` or as dicts that define
             parameter groups. With names, ranks that list their parameters in different orders get an
             error. Without names, matrices of equal shape would be mixed up. Embeddings, biases, norms
-            and output heads belong to another optimizer such as :class:`AdamW`.
+            and output heads belong to another optimizer such as :class:`AdamW`;
+            :func:`torch.optim.muon.partition_named_parameters` tells them apart.
         lr (float, Tensor, optional): learning rate (default: 1e-3).
         weight_decay (float, optional): decoupled weight decay (default: 0.1)
         momentum (float, optional): momentum factor (default: 0.95)
@@ -102,8 +105,8 @@ class Muon(Optimizer):
             rank; "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
         foreach (bool, optional): whether to orthogonalize matrices of equal shape in one batch. The
             rounding of an update may differ from the for-loop's, by about 1 % of its Frobenius norm.
-            None means False, but True for accelerators with a ``distributed_config`` or with ``fused``
-            (default: None)
+            None means False, but True for accelerators with a ``distributed_config``. With ``fused``, it
+            means True for accelerators, too. (default: None)
         allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
             stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
             Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
@@ -120,7 +123,7 @@ class Muon(Optimizer):
             CUDA or Triton, and for parameters in float64 or on a CPU, torch's operations do the same.
             Parameters in bfloat16 are rounded once, not twice. None means False (default: None)
 
-    A parameter group may also have
+    A parameter group may also have ``split`` and ``flatten``:
 
     - ``split`` (sequence of int, or dict): the rows of each part of a fused weight, such as ``(q, k, v)``.
       Each part is a matrix with its own Newton-Schulz, learning rate and owner. If the rows of the parts
@@ -133,7 +136,7 @@ class Muon(Optimizer):
 
     Example:
         >>> # xdoctest: +SKIP
-        >>> hidden, _ = torch.optim.muon.partition_parameters(model.layers)
+        >>> hidden = [p for p in model.layers.parameters() if p.ndim == 2]
         >>> muon = torch.optim.Muon(hidden, lr=0.02)
         >>> loss_fn(model(input), target).backward()
         >>> muon.step()
@@ -181,17 +184,18 @@ class Muon(Optimizer):
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = checks.checked_config(distributed_config)
         if self._distributed_config is None:
-            # Before the parameters, as upstream does. With a config, the other ranks must hear of an error first.
+            # Before the parameters, as upstream does.
             checks.check_options(defaults)
         super().__init__(params, defaults)
         if self._distributed_config is not None:
+            # The other ranks hear of an error before it is raised.
             from ._muon_install import new_engine
 
             self._engine = new_engine(self)
 
     @property
     def assignments(self) -> dict[int, list[int]]:
-        """Global rank -> indices of the parameters whose first matrix it orthogonalizes; {} without a config."""
+        """Global rank -> indices of the parameters whose first matrix it orthogonalizes; {} without a ``distributed_config``."""
         assignments = {} if self._engine is None else self._engine.assignments
         return {rank: list(owned) for rank, owned in assignments.items()}
 
@@ -268,8 +272,9 @@ class Muon(Optimizer):
             MuonFormulas.normalize(group)
         # A checkpoint may be from channels_last parameters, and these not, or the reverse.
         for group in self.param_groups:
-            for p in group["params"] if group["flatten"] else ():
-                _reorder_momentum(p, self.state.get(p, {}))
+            if group["flatten"]:
+                for p in group["params"]:
+                    _reorder_momentum(p, self.state.get(p, {}))
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -353,7 +358,7 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as :meth:`Optimizer.state_dict` does, without the ``distributed_config``.
+        """Returns the state as :meth:`Optimizer.state_dict` does. It lacks the ``distributed_config``.
 
         On accelerators, it raises RuntimeError if the last step failed. It only logs an earlier failure.
         """
@@ -387,9 +392,10 @@ class Muon(Optimizer):
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
-            ValueError: a hyperparameter is invalid, or a flag of the config has changed.
+            ValueError: a hyperparameter is invalid; or a flag of the ``distributed_config`` has changed.
             RuntimeError: ranks differ in gradients, hyperparameters, parameters or their number of steps;
-                a gradient cannot be used; this is a copy without its config; or an earlier step failed.
+                a gradient cannot be used; an earlier step failed; or this is a copy without its
+                ``distributed_config``.
         """
         if self._needs_config:
             raise RuntimeError(
@@ -433,9 +439,8 @@ class Muon(Optimizer):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             executor.rendezvous(self._tensors())
             executor = self._engine = new_engine(self)
-        config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
-        without_gradient = executor.step(config, formulas, self.state)
+        without_gradient = executor.step(formulas, self.state)
         if without_gradient:
             from torch.optim._muon_reports.hints import Hints
 
@@ -485,19 +490,19 @@ def _single_tensor_muon(
         raise ValueError("Complex parameters are not supported")
     formulas = MuonFormulas.of_group(MuonFormulas(**options)._asdict())
     takes_more = allow_batched_matrices or formulas.flatten
-    # FSDP1 flattens parameters, and the engine knows the matrices inside.
-    least, tensors = (2, grads) if distributed_config is None else (0, params)
-    if any(t.ndim < least or (t.ndim > 2 and not takes_more) for t in tensors):
-        raise ValueError("Param gradient must be a 2D matrix")
     if distributed_config is not None:
         from torch.optim._muon_engine.functional import step_once
 
+        # FSDP1 flattens parameters, and the engine knows the matrices inside.
+        if any(p.ndim > 2 and not takes_more for p in params):
+            raise ValueError(_NOT_2D)
         return step_once(
             distributed_config, formulas, params, grads, muon_momentum_bufs
         )
+    if any(g.ndim != 2 and not (takes_more and g.ndim > 2) for g in grads):
+        raise ValueError(_NOT_2D)
     formulas.check()
-    split, _ = formulas.form
-    if takes_more or split.sizes:
+    if takes_more or formulas.split.sizes:
         if formulas.flatten:
             pairs = zip(params, grads, strict=True)
             grads = [in_order_of(param, grad) for param, grad in pairs]
@@ -508,34 +513,61 @@ def _single_tensor_muon(
                         "flatten=True needs equal ones"
                     )
         params, grads, muon_momentum_bufs = (
-            [matrix for tensor in tensors for matrix in formulas.matrices(tensor)]
+            [matrix for tensor in tensors for matrix in formulas.matrices_in(tensor)]
             for tensors in (params, grads, muon_momentum_bufs)
         )
+    if formulas.foreach or formulas.fused:
+        return _step_in_batches(params, grads, muon_momentum_bufs, formulas)
+    for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
+        # prepare
+        formulas.accumulate([buf], [grad])
+        (blended,) = formulas.blend([buf], [grad])
+        # compute
+        update = formulas.update_of(blended)
+        # apply_updates
+        shape = grad.shape
+        if formulas.split.sizes:
+            shape = formulas.split.joined_shape(shape)
+        step_size = formulas.step_size(shape, grad.device)
+        formulas.apply([param], [update], step_size)
+
+
+def _step_in_batches(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    bufs: Sequence[Tensor],
+    formulas: MuonFormulas,
+) -> None:
+    """Steps matrices of equal shape together."""
     # In one pass, if kernels take both.
     # Dynamo of torch 2.11 cannot trace bool() of a list.
-    fuses = len(grads) > 0 and formulas.takes_kernels(muon_momentum_bufs, grads)
+    fuses = len(grads) > 0 and formulas.takes_kernels(bufs, grads)
     fuses = fuses and all(grad.ndim == 2 for grad in grads)
     if not fuses:
-        for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
+        for grad, buf in zip(grads, bufs, strict=True):
             formulas.accumulate([buf], [grad])
-    for batch in _batches(grads, muon_momentum_bufs, formulas):
+    for batch in _batches(grads, bufs, formulas):
         first = grads[batch[0]]
         if len(batch) == 1 and not fuses:
-            (blended,) = formulas.blend([muon_momentum_bufs[batch[0]]], [first])
+            (blended,) = formulas.blend([bufs[batch[0]]], [first])
             updates = [formulas.update_of(blended)]
         else:
-            shape = (len(batch), *first.shape)
-            stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
+            stacked = torch.empty(
+                (len(batch), *first.shape), dtype=NS_DTYPE, device=first.device
+            )
             if fuses:
-                bufs = [muon_momentum_bufs[i] for i in batch]
                 formulas.accumulate_and_blend(
-                    bufs, [grads[i] for i in batch], list(stacked)
+                    [bufs[i] for i in batch],
+                    [grads[i] for i in batch],
+                    list(stacked),
                 )
             else:
                 for i, out in zip(batch, stacked, strict=True):
-                    out.copy_(*formulas.blend([muon_momentum_bufs[i]], [grads[i]]))
+                    out.copy_(*formulas.blend([bufs[i]], [grads[i]]))
             updates = list(formulas.orthogonalize(stacked, out=stacked).unbind())
-        shape = split.joined_shape(first.shape)
+        shape = first.shape
+        if formulas.split.sizes:
+            shape = formulas.split.joined_shape(shape)
         step_size = formulas.step_size(shape, first.device)
         formulas.apply([params[i] for i in batch], updates, step_size)
 
@@ -584,11 +616,11 @@ def muon(
     has_complex: bool,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
-    **options: Any,
+    **more_options: Any,
 ) -> None:
     r"""Functional API that performs Muon algorithm computation.
 
-    See :class:`~torch.optim.Muon` for details, also of ``ns_algorithm``, ``fused``, ``split`` and
+    See :class:`~torch.optim.Muon` for details. ``more_options`` are ``ns_algorithm``, ``fused``, ``split`` and
     ``flatten``.
     """
     if foreach is None and allow_batched_matrices and distributed_config is None:
@@ -613,5 +645,5 @@ def muon(
         foreach=foreach,
         allow_batched_matrices=allow_batched_matrices,
         distributed_config=distributed_config,
-        **options,
+        **more_options,
     )

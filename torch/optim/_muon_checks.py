@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas, problem_with_flatten
+from ._muon_split import Split
 from ._newton_schulz import (
     check_ns_algorithm,
     check_ns_steps,
@@ -19,6 +20,11 @@ from ._newton_schulz import (
 
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
+
+_WAYS_TO_TAKE_MORE_DIMENSIONS = {
+    "flatten": "flatten=True in its group takes it as one matrix",
+    "allow_batched_matrices": "allow_batched_matrices=True as a stack of matrices",
+}
 
 _KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon; flatten=True makes it one matrix"
 
@@ -34,17 +40,26 @@ def _storage_is_gone(param: Tensor) -> bool:
     return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
 
 
+def _reader_name(distributed_config: DistributedConfig | None) -> str | None:
+    """What reads the parameters of a factory's config; None for others."""
+    if distributed_config is None:
+        return None
+    return distributed_config.state.get("reader")
+
+
 def problem_with(
     param: Tensor,
     described: str,
-    form: tuple,
-    has_config: bool,
-    reader: str | None,
+    form: tuple[Split, bool],
     takes_stacks: bool,
+    distributed_config: DistributedConfig | None,
 ) -> str:
-    """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
-    shape, (split, flatten) = tuple(param.shape), form
-    flatten = flatten and param.ndim > 2
+    """Why Muon cannot take ``param``; "" if it can."""
+    shape = tuple(param.shape)
+    split, flattens = form
+    flatten = flattens and param.ndim > 2
+    has_config = distributed_config is not None
+    reader = _reader_name(distributed_config)
     if _storage_is_gone(param):
         return (
             f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain Parameter. Write "
@@ -64,6 +79,7 @@ def problem_with(
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
     is_known = reader == "process_groups" and (is_flat or param.ndim == 1)
     if not (param.ndim == 2 or flatten or is_stack or is_known):
+        hint = ""
         if is_flat:
             hint = ". FSDP1 flattened it: use create_auto_config(fsdp_process_group=model.process_group, module=model)"
         elif param.ndim < 2:
@@ -74,17 +90,17 @@ def problem_with(
                     ". DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
                 )
         else:
-            hint = ". flatten=True in its group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
+            hint = ". " + ", ".join(_WAYS_TO_TAKE_MORE_DIMENSIONS.values())
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
-    if reader is not None or not (split.sizes or param.ndim > 2):
-        return ""
-    if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{described} is a {type(param).__name__}, which only a factory's distributed_config ('auto') can cut into matrices"
-    if not split.sizes:
-        return ""
-    whole = param.flatten(1) if flatten else param
-    text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
-    return f"{described} of shape {shape}: {text}" if text else ""
+    has_several = is_stack or flatten or bool(split.sizes)
+    if has_several and reader is None:
+        if type(param) not in (Tensor, torch.nn.Parameter):
+            return f"{described} is a {type(param).__name__}, which only a factory's distributed_config ('auto') can cut into matrices"
+        if split.sizes:
+            whole = param.flatten(1) if flatten else param
+            text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
+            return f"{described} of shape {shape}: {text}" if text else ""
+    return ""
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -109,14 +125,14 @@ def check_options(options: dict[str, Any]) -> None:
 
 def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
-    config, groups = muon._distributed_config, muon.param_groups
+    config = muon._distributed_config
+    groups = muon.param_groups
     try:
         for options in (muon.defaults, *groups[first_group:]):
             check_options(options)
     except (TypeError, ValueError) as error:
         return error
-    reader = None if config is None else config.state.get("reader")
-    stacks = muon._allow_batched_matrices
+    takes_stacks = muon._allow_batched_matrices
     forms = [MuonFormulas.of_group(group).form for group in groups]
     seen: dict[Tensor, str] = {}
     for index, (group, name, param) in enumerate(named_params(groups)):
@@ -127,8 +143,7 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
         if other != described and config is not None:
             text = f"{other} and {described} are the same tensor; pass tied weights to Muon once"
         else:
-            form, has_config = forms[group], config is not None
-            text = problem_with(param, described, form, has_config, reader, stacks)
+            text = problem_with(param, described, forms[group], takes_stacks, config)
         if text:
             return ValueError(text)
     return None
@@ -150,9 +165,10 @@ def named_params(
 def warn_about_last_group(muon: Any) -> None:
     """Warns about probable mistakes in a new parameter group."""
     *earlier, group = muon.param_groups
-    is_first = _has_kernels(group) and not any(map(_has_kernels, earlier))
-    if muon._allow_batched_matrices and is_first:
-        warnings.warn(_KERNELS, stacklevel=3)
+    if muon._allow_batched_matrices:
+        is_first = _has_kernels(group) and not any(map(_has_kernels, earlier))
+        if is_first:
+            warnings.warn(_KERNELS, stacklevel=3)
     # Users and schedulers add keys of their own, which resemble none of these.
     options = {*muon.defaults, "params", "param_names"}
     for key in group.keys() - options:

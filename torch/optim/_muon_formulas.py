@@ -80,6 +80,16 @@ def problem_with_flatten(param: Tensor, split: Split) -> str:
     return ""
 
 
+def _flattened(tensor: Tensor, split: Split) -> Tensor:
+    """``tensor`` as one matrix, dimension 0 by all others. Raises ValueError if it would be a copy."""
+    problem, order = problem_with_flatten(tensor, split), memory_order(tensor)
+    if problem or order is None:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {problem}")
+    # The update of a matrix with other columns first is its update with other columns first. So the columns may have
+    # the order of memory, in which the matrix of channels_last is a view.
+    return tensor.permute(order).flatten(1)
+
+
 class StepSize(NamedTuple):
     """By how much a step changes the matrices of one shape."""
 
@@ -138,8 +148,14 @@ class MuonFormulas(NamedTuple):
     @property
     def compute_key(self) -> tuple:
         """Matrices with equal keys may share a batch."""
-        iteration = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return *iteration, self.foreach, self.fused
+        return (
+            self.ns_coefficients,
+            self.ns_steps,
+            self.eps,
+            self.ns_algorithm,
+            self.foreach,
+            self.fused,
+        )
 
     @property
     def _readable_lr(self) -> float | None:
@@ -149,12 +165,12 @@ class MuonFormulas(NamedTuple):
         return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
 
     @property
-    def moves(self) -> bool:
+    def moves_parameters(self) -> bool:
         """Whether a step moves parameters. Checkpoints make a step that does not."""
         return self._readable_lr != 0
 
     @property
-    def digest(self) -> int:
+    def options_digest(self) -> int:
         """32 bits of the values in this step, whatever their types."""
         scale = self.adjust_lr_fn or "original"
         values = self._replace(
@@ -167,28 +183,29 @@ class MuonFormulas(NamedTuple):
         """How a parameter becomes matrices: ``split``, ``flatten``."""
         return self.split, self.flatten
 
-    def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats. DTensors stay whole."""
+    def matrices_in(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The matrices in a parameter, as views. DTensors stay whole. They are of three dimensions if ``split`` has
+        repeats.
+        """
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
-        split, flatten = self.form
+        if tensor.ndim == 2 and not self.split.sizes:
+            return [tensor]
         # Detached: autograd forbids writes to the views that split and unbind return.
-        stack = [tensor.detach() if tensor.ndim > 2 or split.sizes else tensor]
-        if flatten and tensor.ndim > 2:
-            problem, order = problem_with_flatten(tensor, split), memory_order(tensor)
-            if problem or order is None:
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {problem}")
-            # The update of a matrix with other columns first is its update with other columns first. So the
-            # columns may have the order of memory, in which the matrix of channels_last is a view.
-            stack = [stack[0].permute(order).flatten(1)]
-        while stack[0].ndim > 2:
-            stack = [matrix for one in stack for matrix in one.unbind()]
-        return [part for matrix in stack for part in split.parts(matrix)]
+        matrices = [tensor.detach()]
+        if self.flatten and tensor.ndim > 2:
+            matrices = [_flattened(matrices[0], self.split)]
+        while matrices[0].ndim > 2:
+            matrices = [matrix for stack in matrices for matrix in stack.unbind()]
+        if self.split.sizes:
+            whole = matrices
+            matrices = [part for matrix in whole for part in self.split.parts(matrix)]
+        return matrices
 
     def check(self) -> None:
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
-    def signature(self) -> dict[str, str]:
+    def option_texts(self) -> dict[str, str]:
         """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
         return {
             name: "a Tensor" if isinstance(value, Tensor) else str(value)
@@ -258,21 +275,20 @@ class MuonFormulas(NamedTuple):
     def orthogonalize(
         self,
         blended: Tensor,
-        products: Any = None,
+        team_products: Any = None,
         out: Tensor | None = None,
         in_graph: bool = False,
     ) -> Tensor:
         """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
-        given. ``out`` may be ``blended`` itself. ``products`` are those of a divided matrix. ``in_graph`` is as in
-        :func:`newton_schulz`.
+        given. ``out`` may be ``blended`` itself. ``team_products`` and ``in_graph`` are as in :func:`newton_schulz`.
         """
         update = newton_schulz(
             blended.to(NS_DTYPE),
             self.ns_coefficients,
             self.ns_steps,
             self.eps,
-            self.ns_algorithm,
-            products,
+            ns_algorithm=self.ns_algorithm,
+            team_products=team_products,
             out=out,
             in_graph=in_graph,
         )
@@ -280,12 +296,18 @@ class MuonFormulas(NamedTuple):
         return update if out is None or update is out else out.copy_(update)
 
     def update_of(self, blended: Tensor) -> Tensor:
-        """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
-        return self.orthogonalize(self.split.joined(blended)).reshape(blended.shape)
+        """Like :meth:`orthogonalize`, for one matrix and in its shape."""
+        if self.split.sizes:
+            joined = self.split.joined(blended)
+            return self.orthogonalize(joined).reshape(blended.shape)
+        return self.orthogonalize(blended)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` go into one batch."""
-        if self.foreach is False or (self.foreach is None and device.type == "cpu"):
+        takes_batches = device.type != "cpu"
+        if self.foreach is not None:
+            takes_batches = self.foreach
+        if not takes_batches:
             return 1
         most_bytes = _BATCH_BYTES
         if device.type != "cpu" and self.ns_algorithm != "quintic":
@@ -333,8 +355,8 @@ class MuonFormulas(NamedTuple):
 
 class StepExecutor(Protocol):
     """Schedules the phases of steps in place of Muon's loop over parameters, after upstream's proposal of executors for
-    optimizer steps. A ``distributed_config`` builds one, and installs it. On top of the proposal, parameters may change
-    later, and a step may fail on another rank.
+    optimizer steps (#191670). A ``distributed_config`` builds one, and installs it. On top of the proposal, a step may
+    fail on another rank, and parameters may change later.
     """
 
     # How many steps were begun.
@@ -343,27 +365,36 @@ class StepExecutor(Protocol):
     failure: str
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's global rank."""
 
     @property
-    def assignments(self) -> Mapping[int, Sequence[int]]: ...
+    def assignments(self) -> Mapping[int, Sequence[int]]:
+        """Global rank -> indices of the parameters whose first matrix it orthogonalizes."""
 
     @property
-    def matrix_owners(self) -> dict[tuple[int, int], int]: ...
+    def matrix_owners(self) -> dict[tuple[int, int], int]:
+        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it."""
 
-    def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool: ...
+    def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
+        """Whether the executor was built for the parameters of these groups. If not, Muon builds another one."""
 
-    def rendezvous(self, tensors: Sequence[Tensor]) -> None: ...
+    def rendezvous(self, tensors: Sequence[Tensor]) -> None:
+        """Waits until the other ranks have found, too, that their parameters changed."""
 
-    def hand_over(self, params: Sequence[Any], states: Any) -> None: ...
+    def hand_over(self, params: Sequence[Any], states: Any) -> None:
+        """Gives the momentum of replaced parameters to those that took their places, for a checkpoint."""
 
-    def count_step(self) -> None: ...
+    def count_step(self) -> None:
+        """Counts a step before it begins, so that ranks notice a step that one of them breaks off."""
 
-    def step(
-        self, config: Any, formulas: Sequence[MuonFormulas], states: Any
-    ) -> Sequence[Any]: ...
+    def step(self, formulas: Sequence[MuonFormulas], states: Any) -> Sequence[Any]:
+        """Runs prepare, compute and apply_updates for all parameters. ``formulas`` has one entry for each parameter
+        group, and ``states`` the momentum of each parameter. Returns the parameters without gradients.
+        """
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Waits for the last step. Raises RuntimeError if the ranks differed in it."""
 
 
 def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:

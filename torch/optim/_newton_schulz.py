@@ -134,22 +134,31 @@ def newton_schulz(
     ns_steps: int,
     eps: float,
     ns_algorithm: str = "quintic",
-    products: Any = None,
+    team_products: Any = None,
     out: Tensor | None = None,
     in_graph: bool = False,
 ) -> Tensor:
     """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It writes only
     to ``out``, which may be ``x`` itself: the result is there, or is another tensor.
     ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of ``ns_steps`` iterations. ``eps``
-    is a lower bound of the norm that divides ``x``. With the ``products`` of all owners of a divided matrix, ``x`` is
-    a block of it. ``in_graph`` tells that a CUDA graph will repeat the launches, so that their number matters less.
+    is a lower bound of the norm that divides ``x``. With ``team_products``, those of all owners of a divided matrix,
+    ``x`` is a block of it. ``in_graph`` tells that a CUDA graph will repeat the launches, so that their number matters
+    less.
     """
     coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
     is_large = min(x.shape[-2:]) >= MIN_SYMMETRIC
-    if products is not None or ns_algorithm != "quintic" or is_large:
+    if is_large or ns_algorithm != "quintic" or team_products is not None:
         from ._newton_schulz_variants import fastest
 
-        return fastest(x, coefficients, eps, ns_algorithm, products, out, in_graph)
+        return fastest(
+            x,
+            coefficients,
+            eps,
+            ns_algorithm,
+            team_products=team_products,
+            out=out,
+            in_graph=in_graph,
+        )
     return quintic(x, coefficients, eps, out=out)
 
 

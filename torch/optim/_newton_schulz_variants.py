@@ -45,21 +45,21 @@ def fastest(
     coefficients: Sequence[Coefficients],
     eps: float,
     ns_algorithm: str,
-    products: Any = None,
+    team_products: Any = None,
     out: Tensor | None = None,
     in_graph: bool = False,
 ) -> Tensor:
     """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
-    if products is None and coefficients and not x.is_cpu:
+    if team_products is None and coefficients and not x.is_cpu:
         from . import _newton_schulz_kernels as kernels
 
         form = kernels.form_for(x, ns_algorithm, in_graph)
         if form:
             return kernels.orthogonalized(x, coefficients, eps, form, out)
-    if products is None:
+    if team_products is None:
         products = products_for(x, ns_algorithm)
     else:
-        products = products.for_algorithm(ns_algorithm)
+        products = team_products.for_algorithm(ns_algorithm)
     shape = products.shape or x.shape[-2:]
     if uses_gram(shape, ns_algorithm, x.is_cpu):
         return _gram_form(x, coefficients, eps, products)

@@ -196,7 +196,7 @@ class TestMuonDivided(OnCPU):
         are_recorded = set()
         for bound in compute._bound.values():
             for batch in bound.batches:
-                is_divided = batch.matrices[0].products is not None
+                is_divided = batch.matrices[0].team_products is not None
                 are_recorded.add((is_divided, batch.recording is not None))
         of_ranks = common_muon.everyone(are_recorded)
         with self.everywhere():

@@ -167,7 +167,7 @@ def _signatures(
     options: dict[int, dict[str, str]] = {}
     for param in setting.params:
         if param.param_group not in options:
-            options[param.param_group] = param.formulas.signature() | of_config
+            options[param.param_group] = param.formulas.option_texts() | of_config
     owners_per_matrix = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
         key, param = layout.key, setting.params[layout.key.index]

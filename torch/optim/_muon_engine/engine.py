@@ -45,7 +45,9 @@ class Engine:
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
+        # Users may change theirs, which a step refuses.
         self.config = copy.copy(config)
+        self._config_of_user = config
         self.params = params
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
@@ -239,14 +241,13 @@ class Engine:
 
     def step(
         self,
-        config: DistributedConfig,
         formulas: Sequence[Any],
         states: States,
         grads: Sequence[Tensor | None] | None = None,
     ) -> Sequence[Param]:
-        """Makes one optimizer step. Raises what :meth:`Muon.step` does. ``config`` must be that of the build.
-        ``formulas`` has the hyperparameters of each parameter group, and ``grads`` the gradient of each
-        parameter (default: its ``grad``). Missing momentum buffers are made. Returns the parameters without gradients.
+        """Makes one optimizer step. Raises what :meth:`Muon.step` does. ``formulas`` has the hyperparameters of each
+        parameter group, and ``grads`` the gradient of each parameter (default: its ``grad``). Missing momentum buffers
+        are made. Returns the parameters without gradients.
         """
         if self.failure:
             raise RuntimeError(
@@ -258,7 +259,7 @@ class Engine:
         # Whether other ranks may go on without this one: after the statuses, unless all ranks wait for them.
         may_have_moved = False
         try:
-            self._check(config, formulas)
+            self._check(formulas)
             inputs = StepInputs(formulas, self.ordered, states, grads)
             runner = self._runner or self._make_runner()
             may_have_moved = True
@@ -283,8 +284,9 @@ class Engine:
             raise RuntimeError(". ".join(filter(None, reasons))) from error
         return inputs.without_gradient
 
-    def _check(self, config: DistributedConfig, formulas: Sequence[Any]) -> None:
+    def _check(self, formulas: Sequence[Any]) -> None:
         """Raises an error if the config, an option or a parameter does not allow a step."""
+        config = self._config_of_user
         before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
         if changed:

@@ -31,5 +31,5 @@ def step_once(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, live, states, takes_stacks, is_lasting=False)
-    engine.step(config, [formulas], states, grads)
+    engine.step([formulas], states, grads)
     engine.synchronize()

@@ -31,8 +31,11 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
     """Raises ValueError if ranks may hold different matrices of a parameter, and call functions in different orders."""
     counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
-        shape, (split, flatten) = param.tensor.shape, param.form
-        expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
+        shape = param.tensor.shape
+        expected = math.prod(shape[:-2])
+        split, flatten = param.form
+        if split.sizes:
+            expected *= len(split.sizes)
         if counts[index] != expected and not (flatten and len(shape) > 2):
             raise ValueError(
                 f"{param.described} holds {counts[index]} matrices here, which your own functions cannot tell apart; "
@@ -211,7 +214,8 @@ class FunctionStep:
         # Some versions gather uneven shards into a view of padded memory.
         whole = local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
-        for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
+        pairs = zip(formulas.matrices_in(whole), formulas.matrices_in(update))
+        for matrix, out in pairs:
             out.copy_(formulas.update_of(matrix))
         bucket.update = update
 
@@ -289,10 +293,11 @@ class FunctionStep:
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)
-            cut = formulas.matrices
+            cut = formulas.matrices_in
             for local, part in zip(cut(local_param), cut(update)):
-                joined = split.joined_shape(local.shape) if split.sizes else shape
-                inputs.apply(param.param_group, joined, [local], [part])
+                if split.sizes:
+                    shape = split.joined_shape(local.shape)
+                inputs.apply(param.param_group, shape, [local], [part])
 
     def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

@@ -7,13 +7,13 @@ from ..._muon_split import Split
 from .layout import Layout, ONE_BLOCK, Region, Regions, Shards
 
 
-def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:
-    """The parts of a ``fused`` weight. Raises ValueError if they do not add up to its rows or columns."""
-    problem = fused.problem_with(layout.shape)
+def split_fused(layout: Layout, split: Split) -> Iterator[Layout]:
+    """The parts of a fused weight. Raises ValueError if they do not add up to its rows or columns."""
+    problem = split.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
-    first_sub = layout.key.sub * len(fused.sizes)
-    for place, part in enumerate(_parts(layout, fused)):
+    first_sub = layout.key.sub * len(split.sizes)
+    for place, part in enumerate(_parts(layout, split)):
         key = layout.key._replace(sub=first_sub + place)
         yield replace(part, key=key)
 

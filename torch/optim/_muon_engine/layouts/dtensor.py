@@ -96,9 +96,11 @@ class DTensorLayouts:
             self._shards[depends_on] = _calculated_shards(tensor, flatten, everywhere)
         return self._shards[depends_on]
 
-    def sharing(self, params: Sequence[Tensor], flat: Collection[int] = ()) -> Sharing:
+    def sharing(
+        self, params: Sequence[Tensor], flattened: Collection[int] = ()
+    ) -> Sharing:
         """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot
-        read. Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
+        read. Those with an index in ``flattened`` are one matrix; others of three and more dimensions are stacks.
         """
         shared: Sharing = {}
         # Meshes over the same ranks have one list.
@@ -113,7 +115,7 @@ class DTensorLayouts:
                 groups += mesh.get_all_groups()
                 groups += _flattened_groups(mesh)
                 groups_of[mesh] = groups
-            if param.ndim > 2 and index not in flat:
+            if param.ndim > 2 and index not in flattened:
                 stacks.append(param)
         for stack in stacks:
             # A stack that cannot be read is an error on every rank of its mesh.

@@ -156,11 +156,11 @@ def cut_into_parts(
     """The layouts of the parts of fused weights, in the place of the weights."""
     parts: list[Layout] = []
     for layout in layouts:
-        fused, _ = info_of(infos, layout.key.index).form
-        if fused.sizes:
+        split, _ = info_of(infos, layout.key.index).form
+        if split.sizes:
             from .divide import split_fused
 
-            parts += split_fused(layout, fused)
+            parts += split_fused(layout, split)
         else:
             parts.append(layout)
     return parts

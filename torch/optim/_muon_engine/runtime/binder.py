@@ -82,7 +82,7 @@ class Binder:
             shape = matrix.layout.shape
             of_group = formulas[matrix.param_group]
             # An owner's blocks come before its other matrices, and each is alone.
-            alone = matrix.index if matrix.products is not None else None
+            alone = matrix.index if matrix.team_products is not None else None
             batches = by_kind.setdefault((alone, of_group.compute_key, shape), [[]])
             if len(batches[-1]) == of_group.batch_size(shape, self.device):
                 batches.append([])
@@ -221,7 +221,7 @@ class Binder:
                 applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
         recording = None
         # Collectives of the owners of a divided matrix are between its products.
-        if matrices[0].products is None:
+        if matrices[0].team_products is None:
             recording = self.memory.recording()
         return Batch(
             matrices,

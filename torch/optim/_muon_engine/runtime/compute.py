@@ -170,7 +170,9 @@ class MuonCompute:
             in_graph=batch.in_graph,
         )
         if len(batch.matrices) == 1:
-            orthogonalize(batch.whole[0], first.products, out=batch.whole[0])
+            orthogonalize(
+                batch.whole[0], team_products=first.team_products, out=batch.whole[0]
+            )
             return
         # The first places, without gaps: the last matrices move there meanwhile.
         gaps = sorted({*range(count)} - {*present})

@@ -63,6 +63,6 @@ def _starts(runner: PackedStep) -> list[tuple[InFlight, Callable[[], None]]]:
         starts += [(bucket, bucket.start_gather), (bucket, bucket.start_scatter)]
         starts += [(relay, relay.start) for relay in bucket.relays]
         for matrix in bucket.matrices:
-            if matrix.products is not None:
-                starts.append((bucket, matrix.products.connect))
+            if matrix.team_products is not None:
+                starts.append((bucket, matrix.team_products.connect))
     return starts

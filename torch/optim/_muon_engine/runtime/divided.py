@@ -124,4 +124,4 @@ def attach_products(
     for matrix in matrices:
         team = groups.get(schedule.team(matrix.index))
         if team is not None and matrix.owner == rank:
-            matrix.products = DividedProducts(matrix, team, device)
+            matrix.team_products = DividedProducts(matrix, team, device)

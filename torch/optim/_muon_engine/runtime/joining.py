@@ -59,7 +59,7 @@ def joined_pairs(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:
 
 def _have_one_gradient(first: LocalMatrix, second: LocalMatrix) -> bool:
     """Whether a step takes both or neither. Owners of a divided matrix always take their blocks."""
-    are_alike = first.products is None and second.products is None
+    are_alike = first.team_products is None and second.team_products is None
     return are_alike and first.gradient_key == second.gradient_key
 
 

@@ -32,9 +32,11 @@ class LocalMatrix:
         # The parameter group, whose hyperparameters the matrix has.
         self.param_group = param.param_group
         # The parameter and the matrix in it as it was before it was split or divided: this one has one gradient.
+        sub = self.layout.key.sub
         split, _ = param.form
-        parts = max(1, len(split.sizes))
-        self.gradient_key = param.key.index, self.layout.key.sub // parts
+        if split.sizes:
+            sub //= len(split.sizes)
+        self.gradient_key = param.key.index, sub
         self.shard = self.layout.shards.of(rank)
         # Whether this rank stores an element of the matrix, and so knows whether there is a gradient. With
         # ``matrices_of``, an element of any matrix that has the same gradient.
@@ -43,7 +45,7 @@ class LocalMatrix:
         self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()
         self.receives = schedule.receives(matrix_index, rank)
         # On the owners of a divided matrix: what they compute together.
-        self.products: Any = None
+        self.team_products: Any = None
 
     @property
     def described(self) -> str:
@@ -66,7 +68,7 @@ class LocalMatrix:
 
     def is_orthogonalized(self, inputs: StepInputs) -> bool:
         """Whether the owner orthogonalizes it; always if it is divided, because other owners take part."""
-        return self.products is not None or self.applies(inputs)
+        return self.team_products is not None or self.applies(inputs)
 
 
 def matrices_of(

@@ -157,8 +157,12 @@ class PackedStep:
         work_of = {}
         for index, bucket in self._by_index.items():
             batches = self.compute.batches(bucket)
-            divided = sum(batch.matrices[0].products is not None for batch in batches)
-            work_of[index] = LocalWork(bucket, batches, divided, bucket.relays)
+            divided = sum(
+                batch.matrices[0].team_products is not None for batch in batches
+            )
+            work_of[index] = LocalWork(
+                bucket, batches, relays=bucket.relays, divided=divided
+            )
         operations = local_order(self._order, self._ranks_of_buckets, work_of)
         make: Callable[..., Executor] = Executor
         if self._relay_stream is not None:

@@ -47,7 +47,7 @@ class ReplicaValues:
     def _moves(self, place: int, inputs: StepInputs) -> bool:
         """Whether this step moves the matrices of a row."""
         param_group = self._gradients[place - 1][0].param_group
-        return inputs.formulas[param_group].moves
+        return inputs.formulas[param_group].moves_parameters
 
 
 def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:

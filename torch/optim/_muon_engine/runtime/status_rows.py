@@ -76,7 +76,7 @@ class StatusRows:
         self.rows[0, Header.MINUS_STEP] = -step
         self.rows[0, Header.ELSEWHERE] = differs
         for param_group, places in self._places_of_group.items():
-            digest = inputs.formulas[param_group].digest
+            digest = inputs.formulas[param_group].options_digest
             self.rows[places, Column.OPTIONS] = digest
             self.rows[places, Column.MINUS_OPTIONS] = -digest
         # The usual step has all gradients, and so has the same statuses as the last one.
