@@ -1,5 +1,6 @@
 """The commits of patches/stack.toml: each has what it imports, and tests that it names."""
 
+import ast
 import fnmatch
 import os
 import re
@@ -7,8 +8,10 @@ import sys
 
 import pytest
 from overlay.conftest import MUON, put, run, stock_of, UNINSTALLED
-from tools.overlay import hooks, patches, payload
+from tools.overlay import patches, payload
 from tools.overlay.payload import ROOT
+from tools.series.earlier import imports
+from tools.series.modules import module_of
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +67,51 @@ def test_messages(commits):
         assert fnmatch.filter(files, pattern), pattern
 
 
+def words_of(text):
+    """What matters for the order of two forms: an arm of an ``if`` may become its first one."""
+    return re.findall(r"\w+", text.decode().replace("elif", "if"))
+
+
 def test_forms_of_files(commits, overlay_texts):
     """A later form has all words of the one before, in their order. Each commit has a file in its last
     form, by which `apply` knows it."""
     before = {}
     for message, texts in commits:
+        title = message.splitlines()[0]
         for rel in texts.keys() & before.keys() - {MUON}:
-            words = iter(texts[rel].split())
-            assert all(word in words for word in before[rel].split()), (message, rel)
+            words = iter(words_of(texts[rel]))
+            assert all(word in words for word in words_of(before[rel])), (title, rel)
         before |= texts
-        assert any(text == overlay_texts[rel] for rel, text in texts.items()), message
+        assert any(text == overlay_texts[rel] for rel, text in texts.items()), title
     assert before == overlay_texts
+
+
+def test_options_are_there_from_their_commit_on(commits):
+    """Before it, they would have no effect."""
+    arguments = {}
+    for message, texts in commits:
+        tree = ast.parse(texts.get(MUON, b""))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                for argument in node.args.args:
+                    arguments.setdefault(argument.arg, message.splitlines()[0])
+    assert "DTensors" in arguments["distributed_config"]
+    assert "batches" in arguments["foreach"]
+    assert "batches" in arguments["allow_batched_matrices"]
+    assert "Gram" in arguments["ns_algorithm"]
+    assert "kernels" in arguments["fused"]
+
+
+def test_nothing_is_left_over(commits, tmp_path):
+    """Imports and names that only later commits use."""
+    pytest.importorskip("torch")
+    config = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(config)
+    for message, texts in commits:
+        put(tmp_path, texts)
+        words = ("-m", "ruff", "check", "--quiet", "--select", "F,E9")
+        done = run(sys.executable, *words, cwd=tmp_path, check=False)
+        assert done.code == 0, message.splitlines()[0] + done.out
 
 
 def test_rfc_describes_the_stack(commits, added):
@@ -162,12 +199,12 @@ def test_stock_muon_imports_newton_schulz_with_the_same_bits(commits, stock_muon
 
 def test_each_commit_has_what_it_imports(commits):
     """An option raised ModuleNotFoundError on the first commits, and types were unknown."""
-    ours = {hooks.module_of(rel) for _, texts in commits for rel in texts}
+    ours = {module_of(rel) for _, texts in commits for rel in texts}
     there, sources = set(), payload.discover(ROOT)
     for message, texts in commits:
-        there |= {*map(hooks.module_of, texts)}
+        there |= {*map(module_of, texts)}
         for rel in fnmatch.filter(texts.keys() & sources.keys(), "*.py"):
-            missing = ours & hooks.imports(rel, texts[rel]) - there
+            missing = ours & imports(rel, texts[rel]) - there
             assert not missing, (message.splitlines()[0], rel)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import files, git, hooks
+from ..series.earlier import form_before, many_trees
+from ..series.modules import module_of
+from ..series.names import Missing
+from . import files, git
 from .errors import WorkFailed, WrongTarget
 from .payload import Source
 
@@ -77,11 +80,15 @@ class Commit(NamedTuple):
     paths: list[str]
     # A stock file, and names that it takes from this commit's module.
     imports: list[str]
+    # What comes with this commit into files of earlier ones.
+    names: list[str]
 
 
 def stack_of(text: str) -> list[Commit]:
     """The tables of patches/stack.toml; their TOML values are Python's literals."""
-    parser = configparser.ConfigParser({"imports": "[]"}, interpolation=None)
+    parser = configparser.ConfigParser(
+        {"imports": "[]", "names": "[]"}, interpolation=None
+    )
     parser.read_string(text)
     tables = {name: parser[name] for name in parser.sections()}
     keys = Commit._fields[1:]
@@ -115,12 +122,13 @@ def imported(text: bytes, module: str, names: list[str]) -> bytes | None:
     return re.sub(r"\n{4,}", "\n\n\n", "".join(lines)).encode()
 
 
+@many_trees()
 def commits(
     source: Source, base: files.Texts, texts: Mapping[str, bytes], *, stack: bool = True
 ) -> list[tuple[str, dict[str, bytes]]]:
     """Message and texts of each commit of patches/stack.toml; without ``stack``, of one.
 
-    A hook comes with the module that it imports: before, a file is there without it.
+    A file is there in an earlier form, until all modules and names that it says are.
     """
     listed = stack_of(source.patches["stack.toml"].decode())
     patterns = {p: commit.title for commit in listed for p in commit.paths}
@@ -133,14 +141,17 @@ def commits(
     made: list[tuple[str, dict[str, bytes]]] = []
     there: dict[str, bytes] = {}  # the last forms of the files that are there
     brought: dict[str, bytes] = {}
-    for title, why, paths, imports in listed:
+    later = {name for commit in listed for name in commit.names}
+    for title, why, paths, imports, names in listed:
+        later -= {*names}
         if not parts[title]:
             continue
         there |= parts[title]
-        missing = frozenset(map(hooks.module_of, texts.keys() - there.keys()))
+        modules = map(module_of, texts.keys() - there.keys())
+        missing = Missing(frozenset(modules), frozenset(later))
         now: dict[str, bytes] = {}
         for rel, text in there.items():
-            form = hooks.without(rel, text, missing) if rel in source.whole else text
+            form = form_before(rel, text, missing) if rel in source.whole else text
             if form != brought.get(rel):
                 now[rel] = form
         stock = base.get(imports[0]) if imports else None

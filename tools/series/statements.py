@@ -1,0 +1,341 @@
+"""Statements without what is later."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from .docstrings import without_sentences
+from .expressions import Expressions, expressions_in, TENSOR_METHODS
+from .modules import imported_by
+from .names import Names, Value
+from .text import Text
+
+
+class Statements:
+    """Walks through a file of ``package``, and cuts out of its ``text`` what is missing."""
+
+    def __init__(
+        self,
+        text: Text,
+        package: str,
+        missing_modules: frozenset[str],
+        names: Names,
+        is_test: bool,
+    ) -> None:
+        self._text = text
+        self._package = package
+        self._missing_modules = missing_modules
+        self._names = names
+        self._is_test = is_test
+        self._expressions = Expressions(text, names)
+        # Functions that were read, and those that lack a statement.
+        self._functions: set[str] = set()
+        self._changed: set[str] = set()
+        # Functions at the top that are gone, and those that only this file calls.
+        self._gone: set[str] = set()
+        self.gone_functions: set[str] = set()
+
+    def block(self, body: Sequence[ast.stmt]) -> bool:
+        """Cuts statements. Whether at least one was, and none but a docstring is left."""
+        removed = left = 0
+        # Only then it is known which functions are gone.
+        for node in sorted(body, key=_is_list_of_names):
+            if _is_docstring(node, body):
+                self._docstring(node)
+            elif self._statement(node):
+                self._remove(node)
+                self._changed.add(self._names.scope)
+                removed += 1
+            else:
+                left += 1
+        return removed > 0 and left == 0
+
+    def _statement(self, node: ast.stmt) -> bool:
+        """Cuts what is inside of a statement. Whether the statement itself must go."""
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                return self._function(node)
+            case ast.ClassDef():
+                return self._class(node)
+            case ast.If():
+                return self._if(node)
+            case ast.For() | ast.AsyncFor():
+                is_gone = self._expressions.is_gone(node.iter) or self.block(node.body)
+                self.block(node.orelse)
+                return is_gone
+            case ast.While():
+                return self._expressions.value(node.test) is Value.FALSE or self.block(
+                    node.body
+                )
+            case ast.With() | ast.AsyncWith():
+                items = [each.context_expr for each in node.items]
+                return any(
+                    [*map(self._expressions.is_gone, items), self.block(node.body)]
+                )
+            case ast.Try():
+                is_gone = self.block(node.body)
+                for block in _blocks(node)[1:]:
+                    self.block(block)
+                return is_gone
+            case ast.Import() | ast.ImportFrom():
+                return self._import(node)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+                return self._assignment(node)
+        return any(map(self._expressions.is_gone, expressions_in(node)))
+
+    def _assignment(self, node: Any) -> bool:
+        if _is_list_of_names(node):
+            self._names.everywhere |= self._gone
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {
+            inner.id
+            for target in targets
+            for inner in ast.walk(target)
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+        }
+        # A field of a class has a name and perhaps no value.
+        value = Value.KEPT
+        if node.value:
+            value = self._expressions.value(node.value)
+        is_call = isinstance(node.value, ast.Call)
+        is_unused = self._names.scope in self._functions and self._names.are_unused(
+            names
+        )
+        if is_call and value is Value.KEPT and is_unused:
+            # The call may do something.
+            start = self._text.span(node)[0]
+            self._text.replace(start, self._text.span(node.value)[0])
+            return False
+        are_gone = [self._expressions.is_gone(target) for target in targets]
+        if value is Value.KEPT and True not in are_gone:
+            self._names.keep(names)
+            return False
+        self._names.drop(names, value)
+        return True
+
+    def _function(self, node: Any) -> bool:
+        says_later = self._names.is_later(node.name) or self._needs(node.body)
+        if self._is_test and node.name.startswith("test_"):
+            # A test of what is later comes with it.
+            says_later = says_later or self._says_later(node)
+        names = self._names
+        outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
+        self._functions.add(names.scope)
+        if not says_later:
+            for decorator in node.decorator_list:
+                says_later |= self._expressions.is_gone(decorator)
+            self._expressions.parameters(node.args)
+            arguments = ast.walk(node.args)
+            names.keep([each.arg for each in arguments if isinstance(each, ast.arg)])
+            says_later |= self.block(node.body)
+            # A helper of tests that lacks a statement is another one.
+            says_later |= self._is_test and names.scope in self._changed
+        names.scope = outer
+        if says_later and not outer:
+            self._gone.add(node.name)
+        is_private = node.name.startswith("_") and not node.name.endswith("__")
+        if says_later and (is_private or self._is_test):
+            self.gone_functions.add(node.name)
+        return says_later
+
+    def _class(self, node: ast.ClassDef) -> bool:
+        names = self._names
+        outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
+        is_gone = names.is_later(node.name) or self.block(node.body)
+        names.scope = outer
+        return is_gone
+
+    def _if(self, node: ast.If) -> bool:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return self.block(node.body)
+        # (Keyword, where the text after it begins and ends) of each arm that is left.
+        left: list[tuple[bytes, int, int]] = []
+        is_changed = False
+        arms = [*self._arms(node)]
+        for test, body, start, end in arms:
+            value = Value.KEPT
+            if test is not None:
+                value = (
+                    Value.FALSE
+                    if self._is_hook(body)
+                    else self._expressions.value(test)
+                )
+            if value in (Value.GONE, Value.FALSE) or self.block(body):
+                is_changed = True
+            elif value is Value.TRUE or test is None:
+                is_changed |= value is Value.TRUE
+                left.append((b"else:", self._line_end(start, body), end))
+                break
+            else:
+                left.append((b"elif", start, end))
+        if not left or not is_changed:
+            return not left
+        start, end = self._text.span(node)
+        keyword, first, last = left[0]
+        if keyword == b"else:":
+            indent = body[0].col_offset - node.col_offset
+            # The indent of a long string is a part of it. What is no Python is not taken.
+            block = b"(" if _has_long_strings(body) else self._text.part(first, last)
+            new = _dedented(block.lstrip(b"\n"), indent).lstrip(b" ")
+        else:
+            pieces = [keyword + self._text.part(*span) for keyword, *span in left]
+            new = b"".join(pieces).removeprefix(b"el")
+        self._text.replace(start, end, new.rstrip())
+        return False
+
+    def _arms(
+        self, node: ast.If
+    ) -> Iterator[tuple[ast.expr | None, list[ast.stmt], int, int]]:
+        """The test and the body of each arm, and where the text after its keyword begins and ends."""
+        text, indent = self._text, b" " * node.col_offset
+        start, end = text.span(node)
+        while True:
+            is_elif = text.text.startswith(b"elif", start)
+            after_keyword = start + (4 if is_elif else 2)
+            if not node.orelse:
+                yield node.test, node.body, after_keyword, end
+                return
+            inner = node.orelse[0]
+            last = text.span(node.body[-1])[1]
+            found = re.compile(rb"\n" + indent + rb"(elif|else)\b").search(
+                text.text, last
+            )
+            if found is None:
+                raise ValueError(f"line {node.lineno}: an `else` without its line")
+            start = found.start(1)
+            # With the line's indent, so that the next keyword follows.
+            yield node.test, node.body, after_keyword, start
+            if found[1] != b"elif":
+                yield None, node.orelse, found.end(1), end
+                return
+            node = cast("ast.If", inner)
+
+    def _line_end(self, start: int, body: Sequence[ast.stmt]) -> int:
+        """Where the line of an arm's colon ends."""
+        first = self._text.at(body[0].lineno, 0)
+        lines = self._text.text[start:first].split(b"\n")
+        # Comments may be between them.
+        length = 0
+        for line in lines:
+            length += len(line) + 1
+            if line.split(b"#")[0].rstrip().endswith(b":"):
+                break
+        return start + length - 1
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> bool:
+        is_missing = bool(imported_by(node, self._package) & self._missing_modules)
+        later = []
+        for alias in node.names:
+            name = alias.asname or alias.name
+            found = is_missing
+            if is_missing and isinstance(node, ast.ImportFrom):
+                # A module that is here may also give names that are modules.
+                one = ast.ImportFrom(node.module, [alias], node.level)
+                found = bool(imported_by(one, self._package) & self._missing_modules)
+            if found and not self._names.scope:
+                self._names.everywhere.add(name)
+            if found or self._names.is_later(name):
+                later.append(alias)
+        if len(later) == len(node.names):
+            return True
+        spans = [self._text.span(alias) for alias in node.names]
+        gone = [at for at, alias in enumerate(node.names) if alias in later]
+        self._text.remove_items(spans, gone)
+        return False
+
+    def _remove(self, node: ast.stmt) -> None:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(each.lineno for each in decorators)])
+        self._text.remove_lines(first, node.end_lineno or node.lineno)
+
+    def _is_hook(self, body: Iterable[ast.stmt]) -> bool:
+        for first in body:
+            found = imported_by(first, self._package)
+            if found & self._missing_modules:
+                return True
+            if not found:
+                return False
+        return False
+
+    def _needs(self, body: Iterable[ast.stmt]) -> bool:
+        """Whether these statements import a missing module outside of hooks."""
+        for node in body:
+            if imported_by(node, self._package) & self._missing_modules:
+                return True
+            blocks = _blocks(node)
+            if isinstance(node, ast.If) and self._is_hook(node.body):
+                blocks = [node.orelse]
+            if any(map(self._needs, blocks)):
+                return True
+        return False
+
+    def _says_later(self, node: ast.AST) -> bool:
+        for inner in ast.walk(node):
+            match inner:
+                case ast.Name(name) | ast.arg(name) | ast.Constant(str(name)):
+                    found = self._names.is_later(name)
+                case ast.keyword(str(name)):
+                    found = self._names.is_later(name)
+                case ast.Call(ast.Attribute(_, name)) if name in TENSOR_METHODS:
+                    found = False
+                case ast.Attribute(_, name) if name not in TENSOR_METHODS:
+                    found = self._names.is_later(name)
+                case ast.ImportFrom() | ast.Import():
+                    found = bool(
+                        imported_by(inner, self._package) & self._missing_modules
+                    )
+                case _:
+                    found = False
+            if found:
+                return True
+        return False
+
+    def _docstring(self, node: ast.stmt) -> None:
+        start, end = self._text.span(node)
+        text = self._text.text[start:end].decode()
+        quoted = re.fullmatch(r'(r?""")(.*)(""")', text, re.DOTALL)
+        if quoted:
+            new = without_sentences(quoted[2], self._names.everywhere)
+            if new != quoted[2]:
+                self._text.replace(start, end, f'{quoted[1]}{new}"""'.encode())
+
+
+def _is_docstring(node: ast.stmt, body: Sequence[ast.stmt]) -> bool:
+    return (
+        node is body[0]
+        and isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def _is_list_of_names(node: ast.stmt) -> bool:
+    match node:
+        case ast.Assign([ast.Name("__all__")]):
+            return True
+    return False
+
+
+def _blocks(node: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of statements in a statement."""
+    blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    return blocks + [handler.body for handler in getattr(node, "handlers", [])]
+
+
+def _dedented(text: bytes, indent: int) -> bytes:
+    lines = []
+    for line in text.split(b"\n"):
+        # An empty line has no indent.
+        lines.append(line[indent:] if line.startswith(b" " * indent) else line)
+    return b"\n".join(lines)
+
+
+def _has_long_strings(body: Iterable[ast.stmt]) -> bool:
+    """Whether a string there has several lines, whose indent is a part of it."""
+    for node in body:
+        for inner in ast.walk(node):
+            if isinstance(inner, (ast.Constant, ast.JoinedStr)):
+                if inner.lineno != inner.end_lineno:
+                    return True
+    return False
