@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 if not hasattr(Muon, "synchronize"):
     raise ImportError(
-        "torch.optim.Muon takes no distributed_config: torch/optim/_muon.py is of another version than torch/optim/muon.py. If torch was installed again, apply the patch again"
+        "torch.optim.Muon takes no distributed_config: torch/optim/_muon.py is of another version than torch/optim/muon.py. If torch was installed again over the patch, apply it again"
     )
 
 __all__ = [
