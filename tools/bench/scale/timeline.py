@@ -88,7 +88,9 @@ class Timeline:
         self.plan = plan
         self.hardware = hardware
         self.options = options
-        self.has_relay_stream = has_relay_stream
+        self.one_at_a_time = plan.one_owner_at_a_time and options.prefetch == 0
+        # One owner at a time finishes its bucket before the next one begins.
+        self.has_relay_stream = has_relay_stream and not self.one_at_a_time
         self.now = np.zeros(plan.world)
         # The clock of the stream that does not play.
         self.other_now = np.zeros(plan.world)
@@ -115,13 +117,12 @@ class Timeline:
             if self.is_beside(bucket):
                 early.append(index)
         prefetch = self.options.prefetch
-        one_at_a_time = self.plan.one_owner_at_a_time and prefetch == 0
         of_element = passes_of(self.options)
         # By group: the buckets whose results were applied, and whose relays have not begun.
         waiting: dict[tuple[int, ...], list[BucketPlan]] = {}
         # By group: the end of what was applied last on the stream of relays, which frees a slot.
         freed: dict[tuple[int, ...], NDArray] = {}
-        for phase, index in step_order(groups, prefetch, one_at_a_time, early):
+        for phase, index in step_order(groups, prefetch, self.one_at_a_time, early):
             bucket = self.plan.buckets[index]
             to_relay = waiting.setdefault(groups[index], [])
             held, sent, applied, packed = bucket.elements
@@ -175,8 +176,7 @@ class Timeline:
         """The updates of ``bucket``, on the stream of relays. Returns when each of its ranks has applied them."""
         self.play_relays(bucket.bucket.ranks)
         with self.on_relay_stream():
-            # For the results of a rank's own matrices.
-            self.wait_until(bucket.ranks, self.other_now[bucket.ranks])
+            # The scatter was launched behind the results of a rank's own matrices.
             self.wait(bucket)
             self.go_through(bucket.ranks, nbytes)
             return self.now[bucket.ranks]
