@@ -6,15 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.layouts.layout import (
-    check_cover,
-    Key,
-    Layout,
-    Region,
-    Shards,
-)
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_layouts import rows_of
 
 
 if dist.is_available():
@@ -26,11 +18,20 @@ if dist.is_available():
         device_of,
         DTensorLayouts,
     )
+    from torch.optim._muon_engine.layouts.layout import (
+        check_cover,
+        Key,
+        Layout,
+        Region,
+        Shards,
+    )
+    from torch.testing._internal.distributed._muon.common_layouts import rows_of
     from torch.testing._internal.distributed._muon.fake_ranks import FakeRanks
 else:
     FakeRanks = object
 
 
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestCover(TestCase):
     def check(self, *pieces, contributions=()):
         shards = Shards(tuple(range(len(pieces))), pieces, contributions)
@@ -66,6 +67,7 @@ class TestCover(TestCase):
             self.check(whole, half, contributions=(0, 1))
 
 
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSources(TestCase):
     def test_owners_take_shards_of_their_own_replica(self):
         """Also owners with empty shards: a matrix with two rows has two shards over the four ranks of a replica."""
@@ -131,7 +133,7 @@ class TestDTensorLayouts(FakeRanks, TestCase):
         """Those of the mesh."""
         self.as_rank(0, 4)
         stack = self.dtensor((2, 2), Shard(0), Shard(1), shape=(2, 3, 5))
-        sharing = DTensorLayouts().sharing([stack], flattened={0})
+        sharing = DTensorLayouts().sharing([stack], flattened_params={0})
         self.assertEqual({*sharing}, {(0, 1, 2, 3)})
 
     def test_offloaded_parameters(self):

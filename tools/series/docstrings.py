@@ -39,9 +39,13 @@ def _continues(paragraph: Sequence[str], line: str) -> bool:
     """Whether a line goes on with a paragraph: it has its indent, or that of an entry's text."""
     if not paragraph[-1].strip() or not line.strip():
         return False
+    if re.fullmatch(r" *\w+:", paragraph[-1]):  # a heading, such as "Raises:"
+        return False
     indent = len(line) - len(line.lstrip())
     previous = len(paragraph[-1]) - len(paragraph[-1].lstrip())
-    is_entry = re.match(r" *(?:- |\w+ \(|[\w, ]+:$|>>> |\.\.)", line)
+    is_entry = re.match(
+        r" *(?:- |\w+(?:, \w+)* \(|[\w, ]+:$|\w+(?:Error|Warning): |>>> |\.\.)", line
+    )
     return not is_entry and (indent >= previous or len(paragraph) > 1)
 
 
@@ -61,7 +65,7 @@ def _without_said(paragraph: Sequence[str], names: Collection[str]) -> str:
             kept.append(sentence)
     if len(kept) == len(sentences):
         return text
-    left = " ".join(kept)
+    left = re.sub(r"; (?=[A-Z`])", ". ", " ".join(kept))
     if left.endswith(";"):
         left = left[:-1] + "."
     wrapped = textwrap.fill(

@@ -90,14 +90,15 @@ def _form_before(rel: str, text: bytes, missing: Missing) -> bytes:
             is_test="/test_" in rel,
         )
         statements.block(tree.body)
-        made = cuts.made()
+        # Two empty lines are enough.
+        made = re.sub(rb"\n{4,}", b"\n\n\n", cuts.made())
         if made == text:
             return text
         form = _parsed(made)
         if form is None:
             return text
         more = unused_names(tree, form)
-        more |= {("", name) for name in statements.gone_functions}
+        more |= statements.gone_functions
         if more <= unused:
             return made
         unused |= more

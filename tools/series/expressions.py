@@ -41,6 +41,8 @@ class Expressions:
                 return Value.GONE if self.names.is_later(name) else Value.KEPT
             case ast.Attribute(inner, name):
                 is_later = self.names.is_later(name) or self.is_gone(inner)
+                if isinstance(inner, ast.Name) and inner.id == "self":
+                    is_later |= self.names.is_later_method(name)
                 return Value.GONE if is_later else Value.KEPT
             case ast.Call():
                 return self._call(node)
@@ -82,7 +84,18 @@ class Expressions:
         is_builtin = isinstance(function, ast.Name) and hasattr(builtins, function.id)
         if left < len(arguments) and (is_builtin or left == 0):
             is_gone = True
+        # The called function has lost a parameter for a name, but none for a value that merely contains one.
+        for argument in node.args:
+            is_gone |= self.is_gone(argument) and not self._is_name(argument)
         return Value.GONE if is_gone else Value.KEPT
+
+    def _is_name(self, node: ast.expr) -> bool:
+        """Whether it is a name, or a call of a later function."""
+        if isinstance(node, ast.Starred):
+            node = node.value
+        if isinstance(node, ast.Call):
+            node = node.func
+        return isinstance(node, (ast.Name, ast.Attribute))
 
     def _cut_items(self, items: Sequence[tuple[Any, ast.expr]]) -> int:
         """Cuts items of which the value is gone, or the keyword. How many are left."""

@@ -24,8 +24,8 @@ class Value(enum.Enum):
 
 
 class Names:
-    """The names that are missing in one file. ``unused`` has names that nothing uses any more, as (function or "",
-    name).
+    """The names that are missing in one file. ``unused`` has names that nothing uses any more, and functions that are
+    gone, as (function or class or "", name).
     """
 
     def __init__(self, missing: Missing, unused: Collection[tuple[str, str]]) -> None:
@@ -33,6 +33,8 @@ class Names:
         self.unused = {*unused}
         # The function or class around what is read now.
         self.scope = ""
+        # Class -> the names of its bases.
+        self.bases: dict[str, list[str]] = {}
         # (Function, local name) of what is not there, and of what is.
         self._values: dict[tuple[str, str], Value] = {}
         self._kept: set[tuple[str, str]] = set()
@@ -42,6 +44,16 @@ class Names:
         if here in self._values or name in self.everywhere:
             return True
         return here in self.unused or ("", name) in self.unused
+
+    def is_later_method(self, name: str) -> bool:
+        """Whether ``self`` lacks that method of this class or of its bases."""
+        classes = [self.scope.rpartition(".")[0]]
+        while classes:
+            one = classes.pop()
+            if one and (one, name) in self.unused:
+                return True
+            classes += self.bases.get(one, [])
+        return False
 
     def value_of(self, name: str) -> Value:
         """The value of a name that is read."""
@@ -59,6 +71,9 @@ class Names:
         if not self.scope:
             self.everywhere |= {*names}
             return
+        if self.scope in self.bases:
+            # Attributes of a class.
+            self.unused |= {(self.scope, name) for name in names}
         for name in names:
             if (self.scope, name) not in self._kept:
                 self._values[self.scope, name] = (

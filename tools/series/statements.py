@@ -29,12 +29,13 @@ class Statements:
         self._names = names
         self._is_test = is_test
         self._expressions = Expressions(text, names)
+        self._gone_tests: set[str] = set()
         # Functions that were read, and those that lack a statement.
         self._functions: set[str] = set()
         self._changed: set[str] = set()
         # Functions at the top that are gone, and those that only this file calls.
         self._gone: set[str] = set()
-        self.gone_functions: set[str] = set()
+        self.gone_functions: set[tuple[str, str]] = set()
 
     def block(self, body: Sequence[ast.stmt]) -> bool:
         """Cuts statements. Whether at least one was, and none but a docstring is left."""
@@ -42,7 +43,7 @@ class Statements:
         # Only then it is known which functions are gone.
         for node in sorted(body, key=_is_list_of_names):
             if _is_docstring(node, body):
-                self._docstring(node)
+                self._docstring(node, is_alone=len(body) == 1)
             elif self._statement(node):
                 self._remove(node)
                 self._changed.add(self._names.scope)
@@ -98,7 +99,7 @@ class Statements:
         value = Value.KEPT
         if node.value:
             value = self._expressions.value(node.value)
-        is_call = isinstance(node.value, ast.Call)
+        is_call = isinstance(node.value, ast.Call) and _may_do_something(node.value)
         is_unused = self._names.scope in self._functions and self._names.are_unused(
             names
         )
@@ -116,11 +117,11 @@ class Statements:
 
     def _function(self, node: Any) -> bool:
         says_later = self._names.is_later(node.name) or self._needs(node.body)
+        names = self._names
+        outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
         if self._is_test and node.name.startswith("test_"):
             # A test of what is later comes with it.
             says_later = says_later or self._says_later(node)
-        names = self._names
-        outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
         self._functions.add(names.scope)
         if not says_later:
             for decorator in node.decorator_list:
@@ -129,22 +130,32 @@ class Statements:
             arguments = ast.walk(node.args)
             names.keep([each.arg for each in arguments if isinstance(each, ast.arg)])
             says_later |= self.block(node.body)
-            # A helper of tests that lacks a statement is another one.
-            says_later |= self._is_test and names.scope in self._changed
+            # A helper of tests that lacks a statement is another one. What sets up more does no harm.
+            is_helper = self._is_test and node.name not in ("__init__", "setUp")
+            says_later |= is_helper and names.scope in self._changed
         names.scope = outer
         if says_later and not outer:
             self._gone.add(node.name)
+        if says_later and node.name.startswith("test_"):
+            self._gone_tests.add(f"{outer}.{node.name}")
         is_private = node.name.startswith("_") and not node.name.endswith("__")
-        if says_later and (is_private or self._is_test):
-            self.gone_functions.add(node.name)
+        is_of_tests = self._is_test and not node.name.startswith("test_")
+        if says_later and (is_private or is_of_tests):
+            self.gone_functions.add((outer, node.name))
         return says_later
 
     def _class(self, node: ast.ClassDef) -> bool:
         names = self._names
         outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
+        names.bases[names.scope] = [ast.unparse(base) for base in node.bases]
         is_gone = names.is_later(node.name) or self.block(node.body)
         names.scope = outer
-        return is_gone
+        # Without its tests, a class of tests has helpers only.
+        return is_gone or (self._is_test and self._has_lost_its_tests(node))
+
+    def _has_lost_its_tests(self, node: ast.ClassDef) -> bool:
+        tests = {f"{node.name}.{each}" for each in _tests_in(node)}
+        return len(tests) > 0 and tests <= self._gone_tests
 
     def _if(self, node: ast.If) -> bool:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -279,6 +290,10 @@ class Statements:
                     found = self._names.is_later(name)
                 case ast.Call(ast.Attribute(_, name)) if name in TENSOR_METHODS:
                     found = False
+                case ast.Attribute(ast.Name("self"), name) if (
+                    self._names.is_later_method(name)
+                ):
+                    found = True
                 case ast.Attribute(_, name) if name not in TENSOR_METHODS:
                     found = self._names.is_later(name)
                 case ast.ImportFrom() | ast.Import():
@@ -291,14 +306,21 @@ class Statements:
                 return True
         return False
 
-    def _docstring(self, node: ast.stmt) -> None:
+    def _docstring(self, node: ast.stmt, is_alone: bool) -> None:
         start, end = self._text.span(node)
         text = self._text.text[start:end].decode()
         quoted = re.fullmatch(r'(r?""")(.*)(""")', text, re.DOTALL)
-        if quoted:
-            new = without_sentences(quoted[2], self._names.everywhere)
-            if new != quoted[2]:
-                self._text.replace(start, end, f'{quoted[1]}{new}"""'.encode())
+        if not quoted:
+            return
+        new = without_sentences(quoted[2], self._names.everywhere)
+        if new == quoted[2]:
+            return
+        if new.count("\n") <= 1:
+            new = new.strip()
+        if new or is_alone:
+            self._text.replace(start, end, f'{quoted[1]}{new}"""'.encode())
+        else:
+            self._remove(node)
 
 
 def _is_docstring(node: ast.stmt, body: Sequence[ast.stmt]) -> bool:
@@ -308,6 +330,17 @@ def _is_docstring(node: ast.stmt, body: Sequence[ast.stmt]) -> bool:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     )
+
+
+def _tests_in(node: ast.ClassDef) -> list[str]:
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    return [each.name for each in functions if each.name.startswith("test_")]
+
+
+def _may_do_something(call: ast.Call) -> bool:
+    """Whether a call is more than its result: one of a public method. Functions are pure here, and builtins."""
+    function = call.func
+    return isinstance(function, ast.Attribute) and not function.attr.startswith("_")
 
 
 def _is_list_of_names(node: ast.stmt) -> bool:

@@ -80,15 +80,16 @@ class Muon(Optimizer):
       <https://jeremybernste.in/writing/deriving-muon>`_.
 
     If FSDP, TP and others leave each rank with only a piece of a matrix, pass a ``distributed_config``
-    from :mod:`torch.optim.muon`. Each matrix is then gathered to one owner rank, which orthogonalizes it
-    once and sends the update back to every shard and replica. All ranks that share matrices must
-    construct this optimizer at the same place of the program, because they compare their parameters.
+    from :mod:`torch.optim.muon`. With a ``distributed_config``, each matrix is gathered to one owner rank,
+    which orthogonalizes it once and sends the update back to every shard and replica. All ranks that share
+    matrices must construct an optimizer with a ``distributed_config`` at the same place of the program,
+    because they compare their parameters.
 
     Args:
         params (iterable): matrices, as parameters, as ``named_parameters()`` or as dicts that define
-            parameter groups. With names, ranks that list their parameters in different orders get an
-            error. Without names, matrices of equal shape would be mixed up. Embeddings, biases, norms
-            and output heads belong to another optimizer such as :class:`AdamW`;
+            parameter groups. With names and a ``distributed_config``, ranks that list their parameters in
+            different orders get an error; without names, a ``distributed_config`` would mix up matrices of
+            equal shape. Embeddings, biases, norms and output heads belong to another optimizer such as :class:`AdamW`;
             :func:`torch.optim.muon.partition_named_parameters` tells them apart.
         lr (float, Tensor, optional): learning rate (default: 1e-3).
         weight_decay (float, optional): decoupled weight decay (default: 0.1)
@@ -343,8 +344,9 @@ class Muon(Optimizer):
             grads.append(p.grad)
             state = self.state[p]
             if "momentum_buffer" not in state:
-                like = p if group["flatten"] else p.grad
-                zeros = torch.zeros_like(like, dtype=p.grad.dtype)
+                zeros = torch.zeros_like(p.grad)
+                if group["flatten"]:
+                    zeros = torch.zeros_like(p, dtype=p.grad.dtype)
                 state["momentum_buffer"] = zeros
             elif group["flatten"]:
                 # The parameter may have changed to channels_last since, or back.
@@ -393,9 +395,9 @@ class Muon(Optimizer):
 
         Raises:
             ValueError: a hyperparameter is invalid; or a flag of the ``distributed_config`` has changed.
-            RuntimeError: ranks differ in gradients, hyperparameters, parameters or their number of steps;
-                a gradient cannot be used; an earlier step failed; or this is a copy without its
-                ``distributed_config``.
+            RuntimeError: a gradient cannot be used; with a ``distributed_config``, ranks differ in gradients,
+                hyperparameters, parameters or their number of steps; this is a copy without its
+                ``distributed_config``; or an earlier step with a ``distributed_config`` failed.
         """
         if self._needs_config:
             raise RuntimeError(
@@ -483,8 +485,8 @@ def _single_tensor_muon(
     distributed_config: DistributedConfig | None = None,
     **options: Any,
 ) -> None:
-    """Steps the parameters of one group: a matrix at a time, in batches, or by an engine for this call. The
-    ``options`` are the fields of MuonFormulas.
+    """Steps the parameters of one group: a matrix at a time; with ``foreach``, in batches; with a
+    ``distributed_config``, by an engine for this call. The ``options`` are the fields of MuonFormulas.
     """
     if has_complex:
         raise ValueError("Complex parameters are not supported")
@@ -575,7 +577,7 @@ def _step_in_batches(
 def _batches(
     grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: MuonFormulas
 ) -> list[list[int]]:
-    """The indices of the matrices in each batch, or of each alone unless ``foreach`` or, on a GPU, ``fused``."""
+    """The indices of the matrices in each batch. On a GPU, ``fused`` batches, too, unless ``foreach`` is False."""
     takes_batches = formulas.foreach
     if takes_batches is None and grads:
         takes_batches = formulas.fused and grads[0].is_cuda

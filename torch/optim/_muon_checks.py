@@ -1,4 +1,4 @@
-"""Checks of what users pass to a Muon: parameters, parameter groups, the config and checkpoints."""
+"""Checks of what users pass to a Muon: parameters, options of parameter groups, and checkpoints."""
 
 import sys
 import warnings
@@ -78,7 +78,8 @@ def problem_with(
     is_stack = takes_stacks and param.ndim > 2 and not is_flat
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
     is_known = reader == "process_groups" and (is_flat or param.ndim == 1)
-    if not (param.ndim == 2 or flatten or is_stack or is_known):
+    is_matrix = param.ndim == 2 or flatten or is_stack or is_known
+    if not is_matrix:
         hint = ""
         if is_flat:
             hint = ". FSDP1 flattened it: use create_auto_config(fsdp_process_group=model.process_group, module=model)"
@@ -139,11 +140,14 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
         if group < first_group:
             continue
         described = f"parameter {index}" + (f" {name!r}" if name else "")
-        other = seen.setdefault(param, described)
-        if other != described and config is not None:
-            text = f"{other} and {described} are the same tensor; pass tied weights to Muon once"
-        else:
-            text = problem_with(param, described, forms[group], takes_stacks, config)
+        if config is not None:
+            other = seen.setdefault(param, described)
+            if other != described:
+                return ValueError(
+                    f"{other} and {described} are the same tensor; pass tied weights to Muon once"
+                )
+        form = forms[group]
+        text = problem_with(param, described, form, takes_stacks, config)
         if text:
             return ValueError(text)
     return None

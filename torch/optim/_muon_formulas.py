@@ -1,5 +1,5 @@
-"""The hyperparameters of a Muon, and the phases of a step that they define. A single process runs the phases
-in order, and with a ``distributed_config``, the engine runs them between its collectives.
+"""The hyperparameters of a Muon, and the phases of a step that they define. A single process runs them in order. With
+a ``distributed_config``, the engine runs them between its collectives.
 """
 
 import math
@@ -143,7 +143,9 @@ class MuonFormulas(NamedTuple):
     @classmethod
     def required_options(cls) -> set[str]:
         """The options that every parameter group has, also in checkpoints of the first Muon."""
-        return {*cls._fields} - {*cls._field_defaults}
+        required = {*cls._fields}
+        required -= {*cls._field_defaults}
+        return required
 
     @property
     def compute_key(self) -> tuple:

@@ -121,7 +121,7 @@ def _norms(x: Tensor) -> Tensor:
 
 
 class BatchProducts(Products):
-    """Those on a batch of shape (matrices, rows, columns)."""
+    """The operations on a batch of shape (matrices, rows, columns)."""
 
     norm = staticmethod(_norms)
     gram = staticmethod(torch.bmm)
@@ -212,7 +212,7 @@ def quintic(
 def has_fast_layouts(x: Tensor) -> bool:
     """Whether products are as fast for columns that follow each other in memory as for rows, with the same bits. Then
     the iterates of a tall matrix keep its own layout, and nothing transposes the last one. Measured on an H100, for
-    rows and columns of a multiple of 16 bytes (docs/data/h100-gpu.md).
+    rows and columns of a multiple of 16 bytes.
     """
     if x.is_cpu or type(x) is not Tensor or x.requires_grad:
         return False

@@ -17,7 +17,10 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
-from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
+from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    exact_result,
+)
 from torch.testing._internal.distributed._muon.common_divided import (
     small_ones_divided,
 )
@@ -54,7 +57,7 @@ def exact_update(gradient, split=None, flatten=False):
     scaled = []
     for part in whole.bfloat16().split(split or len(whole)):
         scale = max(1, part.size(0) / part.size(1)) ** 0.5
-        scaled.append(scale * exact(part, [COEFFICIENTS] * 5))
+        scaled.append(scale * exact_result(part, [COEFFICIENTS] * 5))
     return torch.cat(scaled).view_as(gradient)
 
 

@@ -114,7 +114,7 @@ class TestMuonDivision(TestCase):
     def seconds_of_owners(self, matrix_class, count, near):
         """How long ``count`` owners of one matrix take for Newton-Schulz."""
         flops = newton_schulz_flops(
-            matrix_class.shape, algorithm=matrix_class.algorithm
+            matrix_class.shape, ns_algorithm=matrix_class.algorithm
         )
         # Between nodes, their ranks share the wires.
         bytes_per_second = 450e9
@@ -213,12 +213,12 @@ class TestMuonDivision(TestCase):
         # In products of squares of 4096. On accelerators, "symmetric" has the default's products.
         for algorithm, expected in (("quintic", 45), ("symmetric", 45), ("gram", 30)):
             with self.subTest(algorithm):
-                flops = newton_schulz_flops(shape, algorithm=algorithm)
+                flops = newton_schulz_flops(shape, ns_algorithm=algorithm)
                 self.assertEqual(flops / 2 / 4096**3, expected)
         for other in ((8192, 4096), (1024, 8192)):
             with self.subTest(other=other):
-                default = newton_schulz_flops(other, algorithm="quintic")
-                gram = newton_schulz_flops(other, algorithm="gram")
+                default = newton_schulz_flops(other, ns_algorithm="quintic")
+                gram = newton_schulz_flops(other, ns_algorithm="gram")
                 self.assertEqual(gram, default)
         (layout,) = shards_of([shape], 8)
         self.assertEqual(Class.of(layout, "gram").algorithm, "gram")

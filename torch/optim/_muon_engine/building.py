@@ -17,7 +17,7 @@ from .process_groups import (
     larger_first,
     overlapping_groups,
     Ranks,
-    ranks_per_node,
+    local_world_size,
     spanning_group,
 )
 from .runtime.params import Param
@@ -100,7 +100,7 @@ def build(
         layouts,
         owners,
         one_owner_at_a_time=not config.async_gpu_parallelism,
-        ranks_per_node=ranks_per_node(),
+        ranks_per_node=local_world_size(),
         slots=slots_for(config.prefetch_count),
     )
     if setting.is_packed:
@@ -123,7 +123,7 @@ def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
 
         of_layouts = [setting.params[layout.key.index] for layout in layouts]
         algorithms = [param.formulas.ns_algorithm for param in of_layouts]
-        return divided(layouts, owners_per_matrix, ranks_per_node(), algorithms)
+        return divided(layouts, owners_per_matrix, local_world_size(), algorithms)
     return layouts
 
 
@@ -157,7 +157,7 @@ def _signatures(
     before: Collection[Tensor],
 ) -> Iterator[tuple[Ranks, Signature]]:
     """The holders of each matrix, and the values that they compare."""
-    config, per_node = setting.config, ranks_per_node()
+    config, per_node = setting.config, local_world_size()
     of_config = {
         "device": setting.device.type if setting.is_packed else "",
         "prefetch_count": str(config.prefetch_count),

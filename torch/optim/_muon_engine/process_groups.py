@@ -153,7 +153,7 @@ def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
     return max(timeouts, default=None)
 
 
-def ranks_per_node() -> int:
+def local_world_size() -> int:
     """Number of consecutive ranks on a node, from the launcher or else from the accelerators here."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(here) if here.isdecimal() else torch.accelerator.device_count())

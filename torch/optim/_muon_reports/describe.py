@@ -12,7 +12,7 @@ from .._newton_schulz import NS_DTYPE
 from .._newton_schulz_variants import newton_schulz_bytes
 from .._muon_engine.layouts import fsdp1, fsdp2
 from .._muon_engine.layouts.layout import Layout, Ranks
-from .._muon_engine.process_groups import counted, listed, ranks_per_node
+from .._muon_engine.process_groups import counted, listed, local_world_size
 from .._muon_engine.runtime.binder import PREPARED_BYTES
 from .._muon_engine.schedule import packs
 from .._muon_engine.schedule.division import best_division, Class
@@ -415,7 +415,7 @@ def _division(engine: Any, ranks: Ranks) -> list[str]:
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
         _, slow = best_division(members, ranks, 1)
-        best, fast = best_division(members, ranks, ranks_per_node())
+        best, fast = best_division(members, ranks, local_world_size())
     verb = "has"
     if max(owners_of.values()) == 1:
         verb = 'is 1; "auto" would have'

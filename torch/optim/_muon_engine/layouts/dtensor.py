@@ -48,16 +48,20 @@ class DTensorLayouts:
         self._shards: dict[tuple, dict[int, Shards]] = {}
 
     def of(
-        self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
+        self,
+        key: Key,
+        tensor: DTensor,
+        flatten: bool = False,
+        for_whole_mesh: bool = False,
     ) -> list[Layout]:
-        """The layouts of the matrices of ``tensor`` of which this rank has a part, or ``everywhere`` of all.
+        """The layouts of the matrices of ``tensor`` of which this rank has a part, or ``for_whole_mesh`` of all.
         Raises ValueError for an unknown placement, a mesh without this rank, or a local tensor of another size.
         """
         mesh, placements = tensor.device_mesh, tensor.placements
         rank = process_rank()
         local = tensor._local_tensor
         try:
-            shards_of = self._shards_of(tensor, flatten, everywhere)
+            shards_of = self._shards_of(tensor, flatten, for_whole_mesh)
             numel = 0
             for shards in shards_of.values():
                 if rank in shards.ranks:
@@ -83,7 +87,7 @@ class DTensorLayouts:
         return layouts
 
     def _shards_of(
-        self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
+        self, tensor: DTensor, flatten: bool = False, for_whole_mesh: bool = False
     ) -> dict[int, Shards]:
         """Matrix in the tensor -> its shards. Raises ValueError as :meth:`of` does."""
         mesh = tensor.device_mesh
@@ -91,16 +95,18 @@ class DTensorLayouts:
             raise ValueError(
                 "this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
-        depends_on = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
+        depends_on = (mesh, tensor.placements, flatten, for_whole_mesh, *tensor.shape)
         if depends_on not in self._shards:
-            self._shards[depends_on] = _calculated_shards(tensor, flatten, everywhere)
+            self._shards[depends_on] = _calculated_shards(
+                tensor, flatten, for_whole_mesh
+            )
         return self._shards[depends_on]
 
     def sharing(
-        self, params: Sequence[Tensor], flattened: Collection[int] = ()
+        self, params: Sequence[Tensor], flattened_params: Collection[int] = ()
     ) -> Sharing:
         """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot
-        read. Those with an index in ``flattened`` are one matrix; others of three and more dimensions are stacks.
+        read. Those with an index in ``flattened_params`` are one matrix. Others of three and more dimensions are stacks.
         """
         shared: Sharing = {}
         # Meshes over the same ranks have one list.
@@ -115,7 +121,7 @@ class DTensorLayouts:
                 groups += mesh.get_all_groups()
                 groups += _flattened_groups(mesh)
                 groups_of[mesh] = groups
-            if param.ndim > 2 and index not in flattened:
+            if param.ndim > 2 and index not in flattened_params:
                 stacks.append(param)
         for stack in stacks:
             # A stack that cannot be read is an error on every rank of its mesh.
@@ -127,14 +133,14 @@ class DTensorLayouts:
 
 
 def _calculated_shards(
-    tensor: DTensor, flatten: bool, everywhere: bool
+    tensor: DTensor, flatten: bool, for_whole_mesh: bool
 ) -> dict[int, Shards]:
-    """Matrix in the tensor -> its shards: the matrices of this rank, or ``everywhere`` of all."""
+    """Matrix in the tensor -> its shards: the matrices of this rank, or ``for_whole_mesh`` of all."""
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     contributions = _contributions(tensor)
     by_rank = _matrices_by_rank(tensor, flatten)
     subs: Collection[int] = by_rank[ranks.index(process_rank())].keys()
-    if everywhere:
+    if for_whole_mesh:
         subs = sorted(set().union(*by_rank))
     shards: dict[int, Shards] = {}
     for sub in subs:

@@ -106,9 +106,9 @@ class GroupsReader:
             index = layout.key.index
             of_param, _ = self.by_param.setdefault(index, ([], params[index]))
             of_param.append(layout)
-        parts = cut_into_parts(layouts, self._infos)
+        layouts = cut_into_parts(layouts, self._infos)
         # Ranks may list the same experts in different orders, and must share one order.
-        return sorted(parts, key=_dense_first)
+        return sorted(layouts, key=_dense_first)
 
     def _views(self) -> fsdp1.Views | None:
         """What FSDP1 manages of the user's module, if the user gave one."""

@@ -16,7 +16,7 @@ from .local import gradient_dtype, is_frozen
 
 
 class ParamInfo(NamedTuple):
-    """A parameter's index in the dicts of the config, its name, and its options ``split`` and ``flatten``."""
+    """A parameter's index in the dicts of the config, and its name. ``form`` has its options ``split`` and ``flatten``."""
 
     config_index: int
     name: str | None = None
@@ -106,7 +106,8 @@ class DTensorReader:
             check_cover(layout)
         for layout in layouts:
             self.sharing.setdefault(layout.holders, [])
-        return cut_into_parts(layouts, self._infos)
+        layouts = cut_into_parts(layouts, self._infos)
+        return layouts
 
     def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""

@@ -36,7 +36,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
     is_as_read = layouts and (in_step or is_copy)
     if isinstance(tensor, DTensor):
-        layouts = reader.dtensors.of(Key(index), tensor, flatten, everywhere=True)
+        layouts = reader.dtensors.of(Key(index), tensor, flatten, for_whole_mesh=True)
     elif not is_as_read or (len(layouts) == 1 and like.shape != tensor.shape):
         layouts = reader.layouts_of(tensor, index)
     if len(layouts) > 1 and tensor.ndim < 3:

@@ -138,7 +138,7 @@ class ParamInputs:
 
     def place(self, state: Any, flatten: bool) -> None:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to ``state``. To ``flatten`` them, they must be contiguous.
+        one dtype. The momentum goes to ``state``. With ``flatten``, both become contiguous.
         """
         if self.misfit is not None:
             buffer = fitting.fitting_momentum(
@@ -150,8 +150,10 @@ class ParamInputs:
             self.gradient = fitting.local_gradient(
                 self.param.tensor, self.user_gradient, self.momentum.dtype
             )
-        if not flatten:
-            return
+        if flatten:
+            self._make_contiguous(state)
+
+    def _make_contiguous(self, state: Any) -> None:
         if self.gradient is not None:
             self.gradient = self.gradient.contiguous()
         if not self.momentum.is_contiguous():
@@ -202,11 +204,13 @@ class StepInputs:
                 continue
             if gradient is None:
                 self.without_gradient.append(param)
-            if not of_param.is_placed:
-                moves = of_param.moves
-                if moves:
-                    self.moves[index] = moves
-            if not of_param.is_placed or formulas[param.param_group].flatten:
+            is_as_needed = of_param.is_placed
+            moves = 0 if is_as_needed else of_param.moves
+            if moves:
+                self.moves[index] = moves
+            if formulas[param.param_group].flatten:
+                is_as_needed = False
+            if not is_as_needed:
                 self._to_place.append(of_param)
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient

@@ -204,7 +204,7 @@ def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
     bandwidth = NODE if is_near else min(NODE, NETWORK * ranks_per_node)
     hops = passes * (count - 1)
     collectives = DEFAULT_NS_STEPS * (moved / bandwidth + hops * LATENCY)
-    flops = newton_schulz_flops(kind.shape, algorithm=kind.algorithm)
+    flops = newton_schulz_flops(kind.shape, ns_algorithm=kind.algorithm)
     return flops / count / FLOPS + collectives
 
 

@@ -12,20 +12,20 @@ from ..process_groups import (
     counters_of,
     larger_first,
     process_rank,
-    ranks_per_node,
+    local_world_size,
 )
 
 
-def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
+def newton_schulz_flops(shape: Sequence[int], ns_algorithm: str = "quintic") -> int:
     """FLOPs of five iterations on an accelerator. Each iteration of the quintic has two products with the long
     side and one square product. The Gram form has four and fourteen in all. "symmetric" is the quintic there.
     """
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
-    if algorithm == "gram":
+    if ns_algorithm == "gram":
         from ..._newton_schulz_variants import uses_gram
 
-        if uses_gram(shape, algorithm, is_cpu=False):
+        if uses_gram(shape, ns_algorithm, is_cpu=False):
             return 4 * wide + 14 * square
     return 5 * (2 * wide + square)
 
@@ -75,7 +75,7 @@ def choose_owners(
     params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-    per_node = ranks_per_node()
+    per_node = local_world_size()
     owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
     sharing = {layout.holders for layout in layouts}
     owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}

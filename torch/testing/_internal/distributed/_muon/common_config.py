@@ -30,7 +30,7 @@ FUNCTIONAL = {
 ROUNDING = 0.1
 
 
-def near(found, expected, moved):
+def is_near(found, expected, moved):
     """Whether two pieces of a parameter, which ``moved`` as a whole, are equal but for rounding."""
     if found.shape != expected.shape:
         return False
@@ -38,7 +38,7 @@ def near(found, expected, moved):
     return bool(distance <= ROUNDING * moved.norm())
 
 
-def exact(matrix, triples, safety=1.0):
+def exact_result(matrix, triples, safety=1.0):
     """The polynomials of Newton-Schulz, applied to the singular values in float64."""
     rows, values, columns = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / (values.norm() * safety)

@@ -29,7 +29,7 @@ from torch.optim import Muon
 from torch.optim._muon_engine import store
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_distributed
-from torch.testing._internal.distributed._muon.common_config import near, randn
+from torch.testing._internal.distributed._muon.common_config import is_near, randn
 
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def moved_alike(
     """
     expected = piece(b)
     if not is_exact():
-        return near(a, expected, b - start)
+        return is_near(a, expected, b - start)
     if a.dtype != torch.bfloat16:
         return torch.equal(a, expected)
     if a.shape != expected.shape:
