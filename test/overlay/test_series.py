@@ -545,6 +545,56 @@ def f(x):
     return 2
 """,
     ),
+    "docstrings that say nothing else, lists of names and errors": (
+        '''class C:
+    """``later``."""
+
+    x = 1
+
+
+def f(x):
+    """``option``."""
+    return x
+
+
+def g(x):
+    """Does it.
+
+    Args:
+        x (int): a number, which is
+            small.
+        later, option (int): two more.
+        y, later (int): others.
+
+    Raises:
+        ValueError: it is wrong; or ``later`` is.
+        TypeError: it is no number,
+            as ever.
+    """
+''',
+        '''class C:
+    x = 1
+
+
+def f(x):
+    return x
+
+
+def g(x):
+    """Does it.
+
+    Args:
+        x (int): a number, which is
+            small.
+        y, later (int): others.
+
+    Raises:
+        ValueError: it is wrong.
+        TypeError: it is no number,
+            as ever.
+    """
+''',
+    ),
     "targets of loops": (
         """def f(x):
     for y, later in x:

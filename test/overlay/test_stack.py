@@ -260,3 +260,15 @@ def test_each_form_follows_from_the_rules(stock, overlay_texts, monkeypatch):
     monkeypatch.setattr(earlier, "made_form", count)
     patches.commits(payload.read(ROOT), stock, overlay_texts, stack=True)
     assert len(made) > 100
+
+
+def test_messages_say_no_later_option(commits):
+    """Muon told users of stacks about `flatten=True` in the commit before it."""
+    listed = patches.stack_of((ROOT / "patches/stack.toml").read_text())
+    for at, (message, texts) in enumerate(commits):
+        later = {name for commit in listed[at + 1 :] for name in commit.names}
+        for rel in fnmatch.filter(texts, "torch/optim/*.py"):
+            if rel == MUON and at == 1:  # stock's
+                continue
+            said = set(re.findall(r"(\w+)=(?:True|\d|\")", texts[rel].decode()))
+            assert not said & later, (message.splitlines()[0], rel)

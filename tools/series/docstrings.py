@@ -21,8 +21,8 @@ def without_sentences(text: str, names: Collection[str]) -> str:
                 continue
         if line.strip():
             skipped = -1
-        entry = re.match(r" *(?:- ``|)(\w+)(?:``)?(?:, \w+)* (?:\(|:)", line)
-        if entry and entry[1] in names:
+        entry = re.match(r" *(?:- ``|)(\w+(?:, \w+)*)(?:``)? (?:\(|:)", line)
+        if entry and set(entry[1].split(", ")) <= {*names}:
             skipped = indent
             at += 1
             continue
@@ -41,7 +41,8 @@ def _continues(paragraph: Sequence[str], line: str) -> bool:
         return False
     indent = len(line) - len(line.lstrip())
     previous = len(paragraph[-1]) - len(paragraph[-1].lstrip())
-    is_entry = re.match(r" *(?:- |\w+ \(|[\w, ]+:$|>>> |\.\.)", line)
+    kinds = r"- |\w+(?:, \w+)* \(|[A-Z]\w+Error: |[\w, ]+:$|>>> |\.\."
+    is_entry = re.match(rf" *(?:{kinds})", line)
     return not is_entry and (indent >= previous or len(paragraph) > 1)
 
 

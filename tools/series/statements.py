@@ -56,7 +56,7 @@ class Statements:
         # Only then it is known which functions are gone.
         for node in sorted(body, key=_is_list_of_names):
             if _is_docstring(node, body):
-                self._docstring(node)
+                self._docstring(node, is_alone=len(body) == 1)
             elif self._statement(node):
                 self._remove(node)
                 self._changed.add(self._names.scope)
@@ -354,13 +354,15 @@ class Statements:
                 return True
         return False
 
-    def _docstring(self, node: ast.stmt) -> None:
+    def _docstring(self, node: ast.stmt, is_alone: bool) -> None:
         start, end = self._text.span(node)
         text = self._text.text[start:end].decode()
         quoted = re.fullmatch(r'(r?""")(.*)(""")', text, re.DOTALL)
         if quoted:
             new = without_sentences(quoted[2], self._names.everywhere)
-            if new != quoted[2]:
+            if not (new.strip() or is_alone):
+                self._text.remove_with_empty_line(start, end)
+            elif new != quoted[2]:
                 self._text.replace(start, end, f'{quoted[1]}{new}"""'.encode())
 
 

@@ -77,6 +77,12 @@ class Text:
         after = re.compile(rb"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(self.text, end)
         return not self.text[before:start].strip() and after is not None
 
+    def remove_with_empty_line(self, start: int, end: int) -> None:
+        """Removes whole lines, and an empty one after them."""
+        first = self.text.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ ]*\n(?:[ ]*\n)?").match(self.text, end)
+        self.replace(first, rest.end() if rest else end)
+
     def _line(self, index: int) -> bytes:
         start = self._starts[index]
         following = self._starts[index + 1 : index + 2]

@@ -190,7 +190,8 @@ def create_auto_config(
         pp_process_group, pp_stage_id, pp_num_stages (optional): kept in ``state``. Stages share no matrix
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
-        owners_per_matrix, keep_buffers (optional): as in :func:`create_dtensor_config` (default: 1, False)
+        owners_per_matrix (optional): as in :func:`create_dtensor_config` (default: 1)
+        keep_buffers (optional): as in :func:`create_dtensor_config` (default: False)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
