@@ -113,7 +113,8 @@ def survey(tree: Worktree, root: Path, *, of_work_tree: bool) -> CheckoutPlan:
         return sum(text == now[r] != stock[r] for r, text in overlay.texts.items())
 
     found = max([Overlay(None, {}, []), *overlays], key=score)
-    name, laid = found.name, _state_of(found, stock, now)
+    # Files that only the work tree lacks were removed there.
+    name, laid = found.name, _state_of(found, stock, tree.texts("HEAD", rels))
     every += [fresh, *_commits_of(source, stock, fresh)]
     overlaid: dict[str, list[bytes]] = {rel: [] for rel in rels}
     for texts in every:
@@ -169,7 +170,7 @@ def _overlays(
     return overlays
 
 
-def _state_of(overlay: Overlay, stock: files.Texts, now: files.Texts) -> files.Texts:
+def _state_of(overlay: Overlay, stock: files.Texts, head: files.Texts) -> files.Texts:
     """The overlay's texts after the commit of its series at which a fork may have stopped.
 
     A file has an earlier form there. An edit of that must not take what later commits bring for removed.
@@ -177,7 +178,7 @@ def _state_of(overlay: Overlay, stock: files.Texts, now: files.Texts) -> files.T
 
     def score(state: files.Texts) -> int:
         expected = {rel: state.get(rel, stock[rel]) for rel in overlay.texts}
-        return sum(text == now[rel] for rel, text in expected.items())
+        return sum(text == head[rel] for rel, text in expected.items())
 
     states = [overlay.texts]
     for brought in overlay.commits:
