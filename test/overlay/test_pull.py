@@ -4,7 +4,7 @@ import re
 
 import pytest
 from overlay.conftest import append, BASE, commit_all, git, git_status
-from overlay.conftest import MUON, OWN, put, replace, snapshot
+from overlay.conftest import MUON, OWN, put, replace, run, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.errors import Refused, WrongTarget
@@ -217,3 +217,22 @@ def test_edits_that_left_this_repository(there, ours, face):
     assert face("apply", *words, root=ours).code == 0
     assert (there.root / OWN).read_text().endswith("# another edit\n")
     assert (there.root / new).exists()
+
+
+@pytest.mark.parametrize("count", [7, 12])
+def test_an_edit_of_an_earlier_form(ours, checkout, small, tmp_path, face, count):
+    """A fork that has the first commits of a series lacks later ones. `pull` took that for removed lines."""
+    face("apply", "--checkout", checkout, root=ours)
+    mails = tmp_path / "series"
+    face("export", "--checkout", checkout, "--out", mails, "--stack", root=ours)
+    fork = tmp_path / "fork"
+    run("git", "clone", "--quiet", small, fork)
+    run("git", "am", "--quiet", *sorted(mails.glob("*.patch"))[:count], cwd=fork)
+    before = (ours / MUON).read_text()
+    append(fork / MUON, "\n\n# The end\n")
+    done = face("pull", "--checkout", fork, root=ours)
+    assert done.code == 0, done
+    assert "missing there" not in done.out
+    assert (ours / MUON).read_text() == before + "\n\n# The end\n"
+    done = face("pull", "--checkout", fork, root=ours)
+    assert "nothing to take" in done.out

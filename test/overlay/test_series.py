@@ -6,9 +6,9 @@ import re
 import pytest
 from tools.overlay import payload
 from tools.overlay.payload import ROOT
-from tools.series.earlier import form_before
+from tools.series.earlier import form_before, made_form
 from tools.series.modules import module_of
-from tools.series.names import Missing
+from tools.series.names import Missing, NoForm
 
 
 MISSING = frozenset({"torch.optim.later", "torch.optim.later.part"})
@@ -364,6 +364,277 @@ class C:
 ''',
     ),
 }
+
+
+# As above, of what a form got wrong without a word.
+OTHERS = {
+    "a local name that another statement gives a value": (
+        """def f(x, grads):
+    if x > 1:
+        y = later(x)
+    else:
+        y = 1
+    for grad in grads:
+        if grad.is_sparse:
+            grad = later(grad)
+        use(grad)
+    return y
+""",
+        """def f(x, grads):
+    y = 1
+    for grad in grads:
+        use(grad)
+    return y
+""",
+    ),
+    "a name that is not that of an option": (
+        """def f(x, name):
+    if name == "later":
+        return 1
+    if name != "later":
+        check(name)
+    return [y for y in x if y != "later"]
+""",
+        """def f(x, name):
+    check(name)
+    return [y for y in x]
+""",
+    ),
+    "keys of calls": (
+        """def f(x, state, later=None):
+    y = state.get("later", x)
+    state.setdefault("later", y)
+    return dict(x=x, later=later)
+""",
+        """def f(x, state):
+    return dict(x=x)
+""",
+    ),
+    "brackets around items": (
+        """def f(x, later=(1), y=2):
+    return {
+        "x": g((later), x),
+        "later": (
+            1 if x else 2
+        ),
+        "y": ((x), (later)),
+    }
+
+
+a = (1), (later)
+""",
+        """def f(x, y=2):
+    return {
+        "x": g(x),
+        "y": ((x),),
+    }
+
+
+a = (1),
+""",
+    ),
+    "markers between parameters": (
+        """def f(later, /, x, *, option=1):
+    return x
+
+
+def g(x, /, *, later, y, **more):
+    return x
+
+
+def h(x, *, later, **more):
+    return x
+""",
+        """def f(x):
+    return x
+
+
+def g(x, /, *, y, **more):
+    return x
+
+
+def h(x, **more):
+    return x
+""",
+    ),
+    "the head of a class": (
+        """class C(Base, x=1, later=2):
+    y = 1
+
+
+class D(later.Base):
+    y = 1
+
+
+@cached(option)
+class E:
+    y = 1
+""",
+        """class C(Base, x=1):
+    y = 1
+""",
+    ),
+    "comments of arms": (
+        """def f(x):
+    if x > 2:
+        y = 1
+    # With it.
+    elif x.later:
+        y = 2
+    # Without it.
+    else:
+        y = 3
+    if x.later:
+        y = 4
+    # Else.
+    elif x:
+        # Both.
+        y = (
+            "of "
+            "two"
+        )
+    return y
+""",
+        """def f(x):
+    if x > 2:
+        y = 1
+    # Without it.
+    else:
+        y = 3
+    # Else.
+    if x:
+        # Both.
+        y = (
+            "of "
+            "two"
+        )
+    return y
+""",
+    ),
+    "a message of two lines after an if": (
+        """def f(x):
+    if x.later:
+        x = 1
+    else:
+        raise ValueError(
+            "a long "
+            "message"
+        )
+""",
+        """def f(x):
+    raise ValueError(
+        "a long "
+        "message"
+    )
+""",
+    ),
+    "an import that is tried": (
+        """try:
+    from . import later
+    HAS = True
+except ImportError:
+    HAS = False
+
+
+def f(x):
+    if HAS:
+        return 1
+    return 2
+""",
+        """def f(x):
+    return 2
+""",
+    ),
+    "docstrings that say nothing else, lists of names and errors": (
+        '''class C:
+    """``later``."""
+
+    x = 1
+
+
+def f(x):
+    """``option``."""
+    return x
+
+
+def g(x):
+    """Does it.
+
+    Args:
+        x (int): a number, which is
+            small.
+        later, option (int): two more.
+        y, later (int): others.
+
+    Raises:
+        ValueError: it is wrong; or ``later`` is.
+        TypeError: it is no number,
+            as ever.
+    """
+''',
+        '''class C:
+    x = 1
+
+
+def f(x):
+    return x
+
+
+def g(x):
+    """Does it.
+
+    Args:
+        x (int): a number, which is
+            small.
+        y, later (int): others.
+
+    Raises:
+        ValueError: it is wrong.
+        TypeError: it is no number,
+            as ever.
+    """
+''',
+    ),
+    "targets of loops": (
+        """def f(x):
+    for y, later in x:
+        g(y, later)
+    return [y for y, later in x]
+""",
+        """def f(x):
+    for y, in x:
+        g(y)
+    return [y for y, in x]
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_names(name):
+    text, expected = OTHERS[name]
+    missing = Missing(MISSING, frozenset({"later", "option"}))
+    assert form_before(REL, text.encode(), missing).decode() == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    a = x.pop(); b = later\n    return a\n",
+        "def f(x):\n    if x: a = later\n    return x\n",
+        "def f(x):\n\tif later:\n\t\treturn 1\n\telse:\n\t\treturn x\n",
+        "def f(x):\n    while not x.later:\n        g(x)\n",
+        "def f(x):\n    try:\n        later(x)\n    finally:\n        g(x)\n",
+        "def f(x):\n    match x:\n        case 1:\n            g(later)\n        case _:\n            g(x)\n",
+        "def f(x, *later, y=1):\n    g(x, y)\n",
+    ],
+)
+def test_what_has_no_form(text):
+    """The test of the stack says so."""
+    missing = Missing(names=frozenset({"later"}))
+    assert form_before(REL, text.encode(), missing) == text.encode()
+    with pytest.raises(NoForm):
+        made_form(REL, text.encode(), missing)
 
 
 @pytest.mark.parametrize("name", NAMES)

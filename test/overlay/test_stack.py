@@ -10,8 +10,10 @@ import pytest
 from overlay.conftest import MUON, put, run, stock_of, UNINSTALLED
 from tools.overlay import patches, payload
 from tools.overlay.payload import ROOT
+from tools.series import earlier
 from tools.series.earlier import imports
 from tools.series.modules import module_of
+from tools.series.names import NoForm
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +230,45 @@ def test_no_results_are_relayed_before_there_are_relays(commits):
         [("buckets.py", True), ("relays.py", False)],
         [("relays.py", False), ("buckets.py", True)],
     )
+
+
+def test_sums_are_refused_before_they_are_added(commits):
+    """The first commits took one rank's contribution for the matrix: a wrong update without an error."""
+    refuses = []
+    for _, texts in commits:
+        text = texts.get("torch/optim/_muon_engine/layouts/dtensor.py")
+        if text:
+            refuses.append(b"        if placement.is_partial():\n" in text)
+    assert refuses[0]
+    assert not refuses[-1]
+    title = "optim: Muon takes contributions to sums"
+    (texts,) = (texts for message, texts in commits if message.startswith(title))
+    assert b"not _is_sum(" in texts["torch/optim/_muon_engine/layouts/dtensor.py"]
+
+
+def test_each_form_follows_from_the_rules(stock, overlay_texts, monkeypatch):
+    """A file of which no rule makes an earlier form would come whole, with options that nothing reads yet."""
+    made_form, made = earlier.made_form, []
+
+    def count(rel, text, missing):
+        made.append(rel)
+        try:
+            return made_form(rel, text, missing)
+        except NoForm as error:
+            pytest.fail(f"{rel}: {error}")
+
+    monkeypatch.setattr(earlier, "made_form", count)
+    patches.commits(payload.read(ROOT), stock, overlay_texts, stack=True)
+    assert len(made) > 100
+
+
+def test_messages_say_no_later_option(commits):
+    """Muon told users of stacks about `flatten=True` in the commit before it."""
+    listed = patches.stack_of((ROOT / "patches/stack.toml").read_text())
+    for at, (message, texts) in enumerate(commits):
+        later = {name for commit in listed[at + 1 :] for name in commit.names}
+        for rel in fnmatch.filter(texts, "torch/optim/*.py"):
+            if rel == MUON and at == 1:  # stock's
+                continue
+            said = set(re.findall(r"(\w+)=(?:True|\d|\")", texts[rel].decode()))
+            assert not said & later, (message.splitlines()[0], rel)

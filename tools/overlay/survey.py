@@ -112,7 +112,9 @@ def survey(tree: Worktree, root: Path, *, of_work_tree: bool) -> CheckoutPlan:
     def score(overlay: Overlay) -> int:
         return sum(text == now[r] != stock[r] for r, text in overlay.texts.items())
 
-    name, laid, _ = max([Overlay(None, {}, []), *overlays], key=score)
+    found = max([Overlay(None, {}, []), *overlays], key=score)
+    # Files that only the work tree lacks were removed there.
+    name, laid = found.name, _state_of(found, stock, tree.texts("HEAD", rels))
     every += [fresh, *_commits_of(source, stock, fresh)]
     overlaid: dict[str, list[bytes]] = {rel: [] for rel in rels}
     for texts in every:
@@ -166,6 +168,23 @@ def _overlays(
         texts, _ = patches.overlay(each, stock)
         overlays.append(Overlay(each.name, texts, _commits_of(each, stock, texts)))
     return overlays
+
+
+def _state_of(overlay: Overlay, stock: files.Texts, head: files.Texts) -> files.Texts:
+    """The overlay's texts after the commit of its series at which a fork may have stopped.
+
+    A file has an earlier form there. An edit of that must not take what later commits bring for removed.
+    """
+
+    def score(state: files.Texts) -> int:
+        expected = {rel: state.get(rel, stock[rel]) for rel in overlay.texts}
+        return sum(text == head[rel] for rel, text in expected.items())
+
+    states = [overlay.texts]
+    for brought in overlay.commits:
+        states.insert(1, {**(states[1] if len(states) > 1 else {}), **brought})
+    # The whole overlay comes first, and the later of two states.
+    return max(states, key=score)
 
 
 def _commits_of(

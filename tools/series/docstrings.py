@@ -21,8 +21,8 @@ def without_sentences(text: str, names: Collection[str]) -> str:
                 continue
         if line.strip():
             skipped = -1
-        entry = re.match(r" *(?:- ``|)(\w+)(?:``)?(?:, \w+)* (?:\(|:)", line)
-        if entry and entry[1] in names:
+        entry = re.match(r" *(?:- ``|)(\w+(?:, \w+)*)(?:``)? (?:\(|:)", line)
+        if entry and set(entry[1].split(", ")) <= {*names}:
             skipped = indent
             at += 1
             continue

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .modules import imported_by, package_of
-from .names import Missing, Names
+from .names import Missing, Names, NoForm
 from .statements import Statements
 from .text import Text
 from .unused import unused_names
@@ -42,7 +42,7 @@ def imports(rel: str, text: bytes) -> frozenset[str]:
 
 
 def form_before(rel: str, text: bytes, missing: Missing) -> bytes:
-    """The file's form before what is ``missing``. It is the file itself if that form would not be Python."""
+    """The file's form before what is ``missing``. It is the file itself if no rule leads to one."""
     if not rel.endswith(".py"):
         return text
     # Most files say little of what is missing, and so have few forms.
@@ -53,7 +53,10 @@ def form_before(rel: str, text: bytes, missing: Missing) -> bytes:
         modules &= imports(rel, text)
     if not (names or modules):
         return text
-    return _form_before(rel, text, Missing(modules, names))
+    try:
+        return made_form(rel, text, Missing(modules, names))
+    except NoForm:
+        return text
 
 
 @functools.cache
@@ -74,10 +77,11 @@ def many_trees() -> Iterator[None]:
 
 
 @functools.cache
-def _form_before(rel: str, text: bytes, missing: Missing) -> bytes:
+def made_form(rel: str, text: bytes, missing: Missing) -> bytes:
+    """The form before what is ``missing``, which the text says. Raises NoForm if no rule leads to one."""
     tree = _parsed(text)
     if tree is None:
-        return text
+        raise NoForm("no Python")
     # What nothing uses any more goes, too. Then more may be without use.
     unused: set[tuple[str, str]] = set()
     while True:
@@ -96,7 +100,7 @@ def _form_before(rel: str, text: bytes, missing: Missing) -> bytes:
             return text
         form = _parsed(made)
         if form is None:
-            return text
+            raise NoForm("what is left is no Python")
         more = unused_names(tree, form)
         more |= statements.gone_functions
         if more <= unused:

@@ -5,7 +5,7 @@ import builtins
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .names import Names, Value
+from .names import Names, NoForm, Value
 from .text import Text
 
 
@@ -22,6 +22,25 @@ def expressions_in(node: ast.AST) -> Iterator[ast.expr]:
             yield from expressions_in(inner)
 
 
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _arguments(
+    positional: Sequence[ast.expr], keywords: Sequence[ast.keyword]
+) -> list[tuple[Any, ast.expr]]:
+    """Each argument, and its value."""
+    arguments: list[tuple[Any, ast.expr]] = [(each, each) for each in positional]
+    arguments += [(keyword, keyword.value) for keyword in keywords]
+    return arguments
+
+
+def _needs_all(function: ast.expr) -> bool:
+    """Whether a call needs all of its arguments."""
+    is_builtin = isinstance(function, ast.Name) and hasattr(builtins, function.id)
+    return is_builtin and function.id != "dict"
+
+
 class Expressions:
     """Cuts expressions of one file."""
 
@@ -35,6 +54,9 @@ class Expressions:
     def value(self, node: ast.expr) -> Value:
         """Cuts what is inside of an expression, and says what is left of it."""
         match node:
+            case ast.Name(name, ast.Store()):
+                is_gone = self.names.is_binding_gone(name)
+                return Value.GONE if is_gone else Value.KEPT
             case ast.Name(name):
                 return self.names.value_of(name)
             case ast.Constant(str(name)):
@@ -78,12 +100,12 @@ class Expressions:
             is_gone = self.is_gone(function.value)
         else:
             is_gone = self.is_gone(function)
-        arguments: list[tuple[Any, ast.expr]] = [(arg, arg) for arg in node.args]
-        arguments += [(keyword, keyword.value) for keyword in node.keywords]
+        arguments = _arguments(node.args, node.keywords)
         left = self._cut_items(arguments)
-        is_builtin = isinstance(function, ast.Name) and hasattr(builtins, function.id)
-        if left < len(arguments) and (is_builtin or left == 0):
-            is_gone = True
+        if left < len(arguments):
+            is_gone |= left == 0 or _needs_all(function)
+            # A key, of which the others are defaults.
+            is_gone |= _is_text(arguments[0][1]) and self.is_gone(arguments[0][1])
         # The called function has lost a parameter for a name, but none for a value that merely contains one.
         for argument in node.args:
             is_gone |= self.is_gone(argument) and not self._is_name(argument)
@@ -97,6 +119,14 @@ class Expressions:
             node = node.func
         return isinstance(node, (ast.Name, ast.Attribute))
 
+    def head_is_gone(self, node: ast.ClassDef) -> bool:
+        """Cuts the arguments of a class. Whether it lacks a base or a decorator then."""
+        are_gone = [self.is_gone(each) for each in [*node.decorator_list, *node.bases]]
+        if True in are_gone:
+            return True
+        arguments = _arguments(node.bases, node.keywords)
+        return self._cut_items(arguments) == 0 and len(arguments) > 0
+
     def _cut_items(self, items: Sequence[tuple[Any, ast.expr]]) -> int:
         """Cuts items of which the value is gone, or the keyword. How many are left."""
         gone = []
@@ -104,7 +134,11 @@ class Expressions:
             keyword = getattr(item, "arg", None)
             if (keyword and self.names.is_later(keyword)) or self.is_gone(value):
                 gone.append(at)
-        self.text.remove_items([self.text.span(item) for item, _ in items], gone)
+        spans = [self.text.span(item) for item, _ in items]
+        if len(items) > 1:
+            # Those of the only argument may be the call's.
+            spans = [self.text.with_brackets(*span) for span in spans]
+        self.text.remove_items(spans, gone)
         return len(items) - len(gone)
 
     def _items(self, node: Any, items: Sequence[tuple[Any, ast.expr]]) -> Value:
@@ -118,7 +152,9 @@ class Expressions:
             # One item needs its comma. Such a list is written with one item on each line.
             kept = self.text.part(start, end)
             if b"," not in kept:
-                is_open = kept.endswith(b")")
+                # Its brackets may be those of its items.
+                first = self.text.with_brackets(*self.text.span(items[0][0]))[0]
+                is_open = first > start
                 at = end - 1 if is_open else end
                 self.text.replace(at, at, b",")
         return Value.KEPT
@@ -127,7 +163,7 @@ class Expressions:
         gone = []
         spans = []
         for at, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-            start, end = self.text.span(value)
+            start, end = self.text.with_brackets(*self.text.span(value))
             first = start - len("**") if key is None else self.text.span(key)[0]
             spans.append((first, end))
             if (key is not None and self.is_gone(key)) or self.is_gone(value):
@@ -146,7 +182,7 @@ class Expressions:
                 return deciding
         if not kept:
             return Value.FALSE if is_or else Value.TRUE
-        spans = [self._span_with_brackets(each, node) for each in node.values]
+        spans = [self.text.with_brackets(*self.text.span(each)) for each in node.values]
         for at, value in enumerate(values):
             if value is Value.KEPT:
                 continue
@@ -155,19 +191,6 @@ class Expressions:
             else:
                 self.text.replace(spans[at - 1][1], spans[at][1])
         return Value.KEPT
-
-    def _span_with_brackets(self, node: ast.expr, outer: ast.expr) -> tuple[int, int]:
-        start, end = self.text.span(node)
-        first, last = self.text.span(outer)
-        text = self.text.text
-        while start > first and end < last:
-            before = text[first:start].rstrip()
-            after = text[end:last]
-            if not (before.endswith(b"(") and after.lstrip().startswith(b")")):
-                break
-            start = first + len(before) - 1
-            end += len(after) - len(after.lstrip()) + 1
-        return start, end
 
     def _comparison(self, node: ast.Compare) -> Value:
         operands = [node.left, *node.comparators]
@@ -178,6 +201,10 @@ class Expressions:
         # None is what is compared with, or nothing is in the list.
         is_true = ast.unparse(node).endswith(" is None")
         is_true |= isinstance(node.ops[0], ast.NotIn)
+        if isinstance(node.ops[0], ast.NotEq):
+            # No other name is that of a later option.
+            gone = [operand for operand, is_gone in zip(operands, are_gone) if is_gone]
+            is_true = all(map(_is_text, gone))
         return Value.TRUE if is_true else Value.FALSE
 
     def _conditional(self, node: ast.IfExp) -> Value:
@@ -197,6 +224,7 @@ class Expressions:
         for loop in node.generators:
             if self.is_gone(loop.iter):
                 return Value.GONE
+            self.is_gone(loop.target)
             for condition in loop.ifs:
                 value = self.value(condition)
                 if value is Value.TRUE:
@@ -210,25 +238,65 @@ class Expressions:
         return Value.GONE if any(map(self.is_gone, parts)) else Value.KEPT
 
     def parameters(self, args: ast.arguments) -> None:
+        """Cuts parameters, and a marker between them that has none on its side any more."""
+        spans: list[tuple[int, int]] = []
+        gone: list[int] = []
         positional = [*args.posonlyargs, *args.args]
         defaults: list[Any] = [None] * (len(positional) - len(args.defaults))
         defaults += args.defaults
-        pairs = [*zip(positional, defaults, strict=True)]
-        pairs += zip(args.kwonlyargs, args.kw_defaults, strict=True)
-        spans = []
-        gone = []
-        for parameter, default in pairs:
-            start, end = self.text.span(parameter)
-            if default is not None:
-                end = self.text.span(default)[1]
-            if self.names.is_later(parameter.arg):
+        for at, pair in enumerate(zip(positional, defaults, strict=True), start=1):
+            self._parameter(*pair, spans, gone)
+            if at == len(args.posonlyargs):
+                self._marker(b"/", spans[-1][1], len(gone) == at, spans, gone)
+        if args.vararg:
+            start, end = self.text.span(args.vararg)
+            if self.names.is_later(args.vararg.arg):
+                if args.kwonlyargs:
+                    raise NoForm(f"line {args.vararg.lineno}: a marker is missing")
                 gone.append(len(spans))
-            elif default is not None:
-                self.value(default)
-            spans.append((start, end))
+            spans.append((start - len("*"), end))
+        keywords: list[tuple[int, int]] = []
+        gone_keywords: list[int] = []
+        for pair in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+            self._parameter(*pair, keywords, gone_keywords)
+        if keywords and not args.vararg:
+            are_gone = len(gone_keywords) == len(keywords)
+            start = self.text.text.rindex(b"*", 0, keywords[0][0])
+            self._marker(b"*", start, are_gone, spans, gone)
+        gone += [len(spans) + at for at in gone_keywords]
+        spans += keywords
         if args.kwarg:
             start, end = self.text.span(args.kwarg)
             if self.names.is_later(args.kwarg.arg):
                 gone.append(len(spans))
             spans.append((start - len("**"), end))
         self.text.remove_items(spans, gone)
+
+    def _parameter(
+        self,
+        parameter: ast.arg,
+        default: ast.expr | None,
+        spans: list[tuple[int, int]],
+        gone: list[int],
+    ) -> None:
+        start, end = self.text.span(parameter)
+        if default is not None:
+            end = self.text.with_brackets(*self.text.span(default))[1]
+        if self.names.is_later(parameter.arg):
+            gone.append(len(spans))
+        elif default is not None:
+            self.value(default)
+        spans.append((start, end))
+
+    def _marker(
+        self,
+        marker: bytes,
+        start: int,
+        is_gone: bool,
+        spans: list[tuple[int, int]],
+        gone: list[int],
+    ) -> None:
+        start = self.text.text.index(marker, start)
+        if is_gone:
+            gone.append(len(spans))
+        spans.append((start, start + len(marker)))

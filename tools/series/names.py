@@ -12,6 +12,10 @@ class Missing(NamedTuple):
     names: frozenset[str] = frozenset()
 
 
+class NoForm(Exception):
+    """There is no earlier form of a file, because of something that no rule is for."""
+
+
 class Value(enum.Enum):
     """What an expression is in the earlier form. An option that is not there is false, as its default is."""
 
@@ -63,8 +67,15 @@ class Names:
         return Value.GONE if self.is_later(name) else Value.KEPT
 
     def keep(self, names: Collection[str]) -> None:
-        """Notes that these local names have a value."""
-        self._kept |= {(self.scope, name) for name in names}
+        """Notes that these local names have a value, be it after others that are gone."""
+        for name in names:
+            self._kept.add((self.scope, name))
+            self._values.pop((self.scope, name), None)
+
+    def is_binding_gone(self, name: str) -> bool:
+        """Whether a name that gets a value is later. A local name may have lost only its values before."""
+        here = (self.scope, name)
+        return name in self.everywhere or {here, ("", name)} & self.unused != set()
 
     def drop(self, names: Collection[str], value: Value) -> None:
         """Notes that these lost the statement that gives them a value."""

@@ -3,13 +3,27 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, cast, NamedTuple
 
 from .docstrings import without_sentences
 from .expressions import Expressions, expressions_in, TENSOR_METHODS
 from .modules import imported_by
-from .names import Names, Value
+from .names import Names, NoForm, Value
 from .text import Text
+
+
+class _Arm(NamedTuple):
+    """An arm of an ``if``, and where it is in the text."""
+
+    test: ast.expr | None
+    body: list[ast.stmt]
+    keyword: bytes
+    # Where its comments and the keyword begin.
+    begin: int
+    keyword_at: int
+    # Where the text after the keyword begins and ends.
+    start: int
+    end: int
 
 
 class Statements:
@@ -62,39 +76,76 @@ class Statements:
             case ast.If():
                 return self._if(node)
             case ast.For() | ast.AsyncFor():
-                is_gone = self._expressions.is_gone(node.iter) or self.block(node.body)
-                self.block(node.orelse)
-                return is_gone
+                return self._for(node)
             case ast.While():
-                return self._expressions.value(node.test) is Value.FALSE or self.block(
-                    node.body
-                )
+                return self._while(node)
             case ast.With() | ast.AsyncWith():
-                items = [each.context_expr for each in node.items]
-                return any(
-                    [*map(self._expressions.is_gone, items), self.block(node.body)]
-                )
+                return self._with(node)
             case ast.Try():
-                is_gone = self.block(node.body)
-                for block in _blocks(node)[1:]:
-                    self.block(block)
-                return is_gone
+                return self._try(node)
+            case ast.Match():
+                return self._match(node)
             case ast.Import() | ast.ImportFrom():
                 return self._import(node)
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
                 return self._assignment(node)
         return any(map(self._expressions.is_gone, expressions_in(node)))
 
+    def _for(self, node: ast.For | ast.AsyncFor) -> bool:
+        if self._expressions.is_gone(node.iter):
+            return True
+        self._expressions.is_gone(node.target)
+        self._names.keep(_names_bound([node.target]))
+        is_gone = self.block(node.body)
+        self.block(node.orelse)
+        return is_gone
+
+    def _while(self, node: ast.While) -> bool:
+        value = self._expressions.value(node.test)
+        if value is Value.TRUE:
+            raise NoForm(f"line {node.lineno}: a loop whose condition is gone")
+        is_gone = value is not Value.KEPT or self.block(node.body)
+        self.block(node.orelse)
+        return is_gone
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> bool:
+        are_gone = [self._expressions.is_gone(each.context_expr) for each in node.items]
+        targets = [each.optional_vars for each in node.items if each.optional_vars]
+        self._names.keep(_names_bound(targets))
+        return self.block(node.body) or True in are_gone
+
+    def _try(self, node: ast.Try) -> bool:
+        if self._needs(node.body):
+            # Like a hook: whether the module is there.
+            bound = [each for block in _blocks(node) for each in block]
+            self._names.drop(_names_bound(bound), Value.FALSE)
+            return True
+        is_gone = self.block(node.body)
+        if is_gone and node.finalbody:
+            raise NoForm(f"line {node.lineno}: only a `finally`")
+        for handler in node.handlers:
+            self._names.keep([handler.name] if handler.name else [])
+        for block in _blocks(node)[1:]:
+            self.block(block)
+        return is_gone
+
+    def _match(self, node: ast.Match) -> bool:
+        if self._expressions.is_gone(node.subject):
+            return True
+        for case in node.cases:
+            self._names.keep(_names_bound([case.pattern]))
+            has_guard = case.guard is not None
+            if has_guard and self._expressions.value(case.guard) is not Value.KEPT:
+                raise NoForm(f"line {case.guard.lineno}: a guard")
+            if self._says_later(case.pattern) or self.block(case.body):
+                raise NoForm(f"line {case.body[0].lineno}: a case")
+        return False
+
     def _assignment(self, node: Any) -> bool:
         if _is_list_of_names(node):
             self._names.everywhere |= self._gone
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = {
-            inner.id
-            for target in targets
-            for inner in ast.walk(target)
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
-        }
+        names = _names_bound(targets)
         # A field of a class has a name and perhaps no value.
         value = Value.KEPT
         if node.value:
@@ -148,7 +199,8 @@ class Statements:
         names = self._names
         outer, names.scope = names.scope, f"{names.scope}.{node.name}".strip(".")
         names.bases[names.scope] = [ast.unparse(base) for base in node.bases]
-        is_gone = names.is_later(node.name) or self.block(node.body)
+        is_gone = self._expressions.head_is_gone(node)
+        is_gone = is_gone or names.is_later(node.name) or self.block(node.body)
         names.scope = outer
         # Without its tests, a class of tests has helpers only.
         return is_gone or (self._is_test and self._has_lost_its_tests(node))
@@ -160,11 +212,10 @@ class Statements:
     def _if(self, node: ast.If) -> bool:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             return self.block(node.body)
-        # (Keyword, where the text after it begins and ends) of each arm that is left.
-        left: list[tuple[bytes, int, int]] = []
+        left: list[_Arm] = []
         is_changed = False
-        arms = [*self._arms(node)]
-        for test, body, start, end in arms:
+        for arm in self._arms(node):
+            test, body = arm.test, arm.body
             value = Value.KEPT
             if test is not None:
                 value = (
@@ -176,51 +227,60 @@ class Statements:
                 is_changed = True
             elif value is Value.TRUE or test is None:
                 is_changed |= value is Value.TRUE
-                left.append((b"else:", self._line_end(start, body), end))
+                start = self._line_end(arm.start, body)
+                left.append(arm._replace(keyword=b"else:", start=start))
                 break
             else:
-                left.append((b"elif", start, end))
+                left.append(arm)
         if not left or not is_changed:
             return not left
         start, end = self._text.span(node)
-        keyword, first, last = left[0]
-        if keyword == b"else:":
+        first = left[0]
+        # What is before the arms that are left are their comments.
+        comments = self._text.text[first.begin : first.keyword_at]
+        if first.keyword == b"else:":
             indent = body[0].col_offset - node.col_offset
-            # The indent of a long string is a part of it. What is no Python is not taken.
-            block = b"(" if _has_long_strings(body) else self._text.part(first, last)
-            new = _dedented(block.lstrip(b"\n"), indent).lstrip(b" ")
+            # The indent of a long string is a part of it.
+            if _has_long_strings(self._text, body):
+                raise NoForm(f"line {body[0].lineno}: a long string")
+            block = self._text.part(first.start, first.end)
+            new = comments + _dedented(block.lstrip(b"\n"), indent).lstrip(b" ")
         else:
-            pieces = [keyword + self._text.part(*span) for keyword, *span in left]
-            new = b"".join(pieces).removeprefix(b"el")
-        self._text.replace(start, end, new.rstrip())
+            new = comments + b"if" + self._text.part(first.start, first.end)
+            for arm in left[1:]:
+                new += self._text.text[arm.begin : arm.keyword_at]
+                new += arm.keyword + self._text.part(arm.start, arm.end)
+        self._text.replace(start, end, new.lstrip(b" ").rstrip())
         return False
 
-    def _arms(
-        self, node: ast.If
-    ) -> Iterator[tuple[ast.expr | None, list[ast.stmt], int, int]]:
-        """The test and the body of each arm, and where the text after its keyword begins and ends."""
-        text, indent = self._text, b" " * node.col_offset
-        start, end = text.span(node)
+    def _arms(self, node: ast.If) -> Iterator["_Arm"]:
+        text = self._text
+        indent = b" " * node.col_offset
+        # What follows a body: comments, and the next keyword.
+        following = re.compile(
+            rb"\n((?:" + indent + rb"#[^\n]*\n|[ ]*\n)*" + indent + rb")(elif|else)\b"
+        )
+        begin = keyword_at = text.span(node)[0]
+        end = text.span(node)[1]
+        keyword = b"if"
         while True:
-            is_elif = text.text.startswith(b"elif", start)
-            after_keyword = start + (4 if is_elif else 2)
+            start = keyword_at + len(keyword)
+            arm = _Arm(node.test, node.body, b"elif", begin, keyword_at, start, end)
             if not node.orelse:
-                yield node.test, node.body, after_keyword, end
+                yield arm
                 return
-            inner = node.orelse[0]
             last = text.span(node.body[-1])[1]
-            found = re.compile(rb"\n" + indent + rb"(elif|else)\b").search(
-                text.text, last
-            )
+            found = following.search(text.text, last)
             if found is None:
-                raise ValueError(f"line {node.lineno}: an `else` without its line")
-            start = found.start(1)
-            # With the line's indent, so that the next keyword follows.
-            yield node.test, node.body, after_keyword, start
-            if found[1] != b"elif":
-                yield None, node.orelse, found.end(1), end
+                raise NoForm(f"line {node.lineno}: an `else` without its line")
+            begin, keyword_at = found.start(1), found.start(2)
+            yield arm._replace(end=begin)
+            keyword = found[2]
+            if keyword != b"elif":
+                start = found.end(2)
+                yield _Arm(None, node.orelse, keyword, begin, keyword_at, start, end)
                 return
-            node = cast("ast.If", inner)
+            node = cast("ast.If", node.orelse[0])
 
     def _line_end(self, start: int, body: Sequence[ast.stmt]) -> int:
         """Where the line of an arm's colon ends."""
@@ -258,6 +318,9 @@ class Statements:
     def _remove(self, node: ast.stmt) -> None:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(each.lineno for each in decorators)])
+        start, end = self._text.span(node)
+        if not self._text.has_own_lines(start, end):
+            raise NoForm(f"line {first}: two statements")
         self._text.remove_lines(first, node.end_lineno or node.lineno)
 
     def _is_hook(self, body: Iterable[ast.stmt]) -> bool:
@@ -320,7 +383,7 @@ class Statements:
         if new or is_alone:
             self._text.replace(start, end, f'{quoted[1]}{new}"""'.encode())
         else:
-            self._remove(node)
+            self._text.remove_with_empty_line(start, end)
 
 
 def _is_docstring(node: ast.stmt, body: Sequence[ast.stmt]) -> bool:
@@ -341,6 +404,19 @@ def _may_do_something(call: ast.Call) -> bool:
     """Whether a call is more than its result: one of a public method. Functions are pure here, and builtins."""
     function = call.func
     return isinstance(function, ast.Attribute) and not function.attr.startswith("_")
+
+
+def _names_bound(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names that get a value there."""
+    names: set[str] = set()
+    for node in nodes:
+        for inner in ast.walk(node):
+            match inner:
+                case ast.Name(name, ast.Store()):
+                    names.add(name)
+                case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                    names.add(name)
+    return names
 
 
 def _is_list_of_names(node: ast.stmt) -> bool:
@@ -364,11 +440,14 @@ def _dedented(text: bytes, indent: int) -> bytes:
     return b"\n".join(lines)
 
 
-def _has_long_strings(body: Iterable[ast.stmt]) -> bool:
+def _has_long_strings(text: Text, body: Iterable[ast.stmt]) -> bool:
     """Whether a string there has several lines, whose indent is a part of it."""
     for node in body:
         for inner in ast.walk(node):
             if isinstance(inner, (ast.Constant, ast.JoinedStr)):
-                if inner.lineno != inner.end_lineno:
+                start, end = text.span(inner)
+                source = text.text[start:end]
+                marks = (b'"""', b"'''", b"\\\n")
+                if b"\n" in source and any(mark in source for mark in marks):
                     return True
     return False

@@ -24,6 +24,15 @@ class Text:
     def at(self, line: int, column: int) -> int:
         return self._starts[line - 1] + column
 
+    def with_brackets(self, start: int, end: int) -> tuple[int, int]:
+        """The span of an expression with the brackets around it, of which a call's may be some."""
+        while True:
+            before = self.text[:start].rstrip()
+            after = len(self.text) - len(self.text[end:].lstrip())
+            if not (before.endswith(b"(") and self.text.startswith(b")", after)):
+                return start, end
+            start, end = len(before) - 1, after + 1
+
     def replace(self, start: int, end: int, new: bytes = b"") -> None:
         self._cuts.append((start, end, new))
 
@@ -61,6 +70,18 @@ class Text:
         while start == 0 and self._line(last) == b"\n":
             last += 1
         self.replace(self._starts[start], self._starts[last])
+
+    def has_own_lines(self, start: int, end: int) -> bool:
+        """Whether there is nothing else on these lines, but for a comment."""
+        before = self.text.rfind(b"\n", 0, start) + 1
+        after = re.compile(rb"[ \t]*(#[^\r\n]*)?(\r?\n|$)").match(self.text, end)
+        return not self.text[before:start].strip() and after is not None
+
+    def remove_with_empty_line(self, start: int, end: int) -> None:
+        """Removes whole lines, and an empty one after them."""
+        first = self.text.rfind(b"\n", 0, start) + 1
+        rest = re.compile(rb"[ ]*\n(?:[ ]*\n)?").match(self.text, end)
+        self.replace(first, rest.end() if rest else end)
 
     def _line(self, index: int) -> bytes:
         start = self._starts[index]

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime.params import ParamInputs
 from torch.testing._internal.common_utils import run_tests
@@ -93,18 +93,6 @@ class TestMuonMomentum(common_muon.OnCPU):
                                 torch.testing.assert_close(
                                     found, expected, rtol=most, atol=most
                                 )
-
-    def test_partial_parameter_with_wider_gradients(self):
-        """Contributions travel in the dtype of the momentum, so the owner adds them in it."""
-        dtype = torch.bfloat16
-        spec = Spec((8, 6), mesh_of(4), (Partial(),), dtype)
-        param = nn.Parameter(place(full(1, spec.shape, dtype), spec))
-        param.grad_dtype = torch.float32
-        muon = Muon([param], distributed_config="auto")
-        (layout,) = muon._engine.schedule.layouts
-        self.assertEqual(layout.dtype, torch.float32)
-        (bucket,) = muon._engine.schedule.buckets
-        self.assertEqual(bucket.gather_dtype, torch.float32)
 
     def test_ranks_whose_gradients_have_different_dtypes(self):
         param = nn.Parameter(place(full(1, (8, 8)), Spec((8, 8), mesh_of(4), (S0,))))

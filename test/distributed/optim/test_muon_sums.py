@@ -177,6 +177,18 @@ class TestMuonPartial(OnCPU):
         self.assertEqual(sizes.count(4), sizes.count(2))
         self.assertEqual(set(sizes), {2, 4})
 
+    def test_partial_parameter_with_wider_gradients(self):
+        """Contributions travel in the dtype of the momentum, so the owner adds them in it."""
+        dtype = torch.bfloat16
+        spec = Spec((8, 6), mesh_of(4), (P,), dtype)
+        param = nn.Parameter(place(full(1, spec.shape, dtype), spec))
+        param.grad_dtype = torch.float32
+        muon = Muon([param], distributed_config="auto")
+        (layout,) = muon._engine.schedule.layouts
+        self.assertEqual(layout.dtype, torch.float32)
+        (bucket,) = muon._engine.schedule.buckets
+        self.assertEqual(bucket.gather_dtype, torch.float32)
+
     def test_partial_parameters(self):
         grid = grid_of(2, 2)
         for mesh, placements, options in (

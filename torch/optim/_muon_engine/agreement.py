@@ -24,11 +24,19 @@ from .process_groups import counters_of, device_of_group, larger_first, listed, 
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
+_WAYS_TO_ONE_NODE_SIZE = {
+    "LOCAL_WORLD_SIZE": "set LOCAL_WORLD_SIZE to one number on all ranks, which divides the number of ranks of every node",
+    "owners_per_matrix": "take owners_per_matrix=1",
+}
 _ONE_NODE_SIZE = (
-    "More than one owner of a matrix, and groups of more than 512 ranks, need nodes of equal size: set LOCAL_WORLD_SIZE "
-    "to one number on all ranks, which divides the number of ranks of every node, or take owners_per_matrix=1"
+    "More than one owner of a matrix, and groups of more than 512 ranks, need nodes of equal size: "
+    + ", or ".join(_WAYS_TO_ONE_NODE_SIZE.values())
 )
-_ONE_GRID = "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of them"
+_WHAT_MAKES_ONE_GRID = {
+    "groups": "process groups of one grid, as those of a DeviceMesh",
+    "assign_fn": "an assign_fn that returns the same on all of them",
+}
+_ONE_GRID = "Pass " + ", and ".join(_WHAT_MAKES_ONE_GRID.values())
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 

@@ -12,9 +12,10 @@ class DistributedConfig:
     r"""How the pieces of each matrix get to one owner rank and return.
 
     :func:`create_dtensor_config` and :func:`create_auto_config` return one whose three functions run on
-    packed, overlapped collectives. You may replace any of the three, or write a config from scratch for
-    a framework other than ``torch.distributed``. With a ``gather_fn`` or ``redistribute_fn`` of yours,
-    :meth:`Muon.step` issues no collective but that of the function you kept, and DTensor's for gradients.
+    packed, overlapped collectives. You may replace ``assign_fn``, ``gather_fn`` and ``redistribute_fn``,
+    or write all three for a framework other than ``torch.distributed``. With a ``gather_fn`` or
+    ``redistribute_fn`` of yours, :meth:`Muon.step` issues no collective but that of the function you
+    kept, and DTensor's for gradients.
 
     During :meth:`Muon.step`, every rank that holds a piece calls ``gather_fn`` and then ``redistribute_fn``
     for every parameter that takes gradients, whether or not it has one, in the order of their indices (experts
@@ -33,7 +34,7 @@ class DistributedConfig:
         redistribute_fn (Callable[[Tensor | None, int, dict], Tensor]): takes the orthogonalized matrix on
             the owner. Elsewhere it takes zeros of the gathered shape to receive into, or None if
             ``gather_fn`` returned None. Returns this rank's piece of the update.
-        state (dict): passed to all three. ``state["rank"]`` and ``state["world_size"]``, if present,
+        state (dict): passed to the functions. ``state["rank"]`` and ``state["world_size"]``, if present,
             replace those of ``torch.distributed``. If plain tensors are shards and ``gather_fn`` returns
             None, the learning rate is scaled by ``state["global_shapes"]``, a dict of index -> shape of
             the whole matrix.

@@ -212,15 +212,20 @@ def _contributions(tensor: DTensor) -> tuple[int, ...]:
     sizes: list[int] = []
     shape = tensor.device_mesh.shape
     for size, placement in zip(shape, tensor.placements):
-        if placement.is_partial() and not placement.is_partial("sum"):
+        if placement.is_partial() and not _is_sum(placement):
             raise ValueError(
-                "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
+                f"Muon takes no parameter with {placement!r}; redistribute it first"
             )
         sizes.append(size if placement.is_partial() else 1)
     if not any(placement.is_partial() for placement in tensor.placements):
         return ()
     terms = torch.arange(math.prod(sizes), device="cpu").view(sizes)
     return tuple(terms.expand(shape).flatten().tolist())
+
+
+def _is_sum(placement: Placement) -> bool:
+    """Whether ranks hold contributions to a sum. Of the Partial placements only this has a defined update."""
+    return placement.is_partial("sum")
 
 
 def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
