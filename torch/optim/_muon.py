@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_formulas import StepExecutor
+    from torch.optim._muon_formulas import OptimizerStepExecutor
 
 
 __all__ = ["Muon", "muon"]
@@ -145,7 +145,7 @@ class Muon(Optimizer):
 
     # Attributes of a copy or an old pickle.
     _distributed_config: DistributedConfig | None = None
-    _engine: StepExecutor | None = None
+    _engine: OptimizerStepExecutor | None = None
     _hints: Any = None
     _needs_config = False
     _allow_batched_matrices = False
@@ -433,7 +433,7 @@ class Muon(Optimizer):
         return loss
 
     @torch._disable_dynamo
-    def _execute_step_ops(self, executor: StepExecutor) -> None:
+    def _execute_step_ops(self, executor: OptimizerStepExecutor) -> None:
         """Lets the executor schedule the phases of the step: those of each group's formulas."""
         if not executor.matches(self.param_groups):
             from ._muon_install import new_engine

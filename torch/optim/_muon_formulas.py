@@ -355,7 +355,7 @@ class MuonFormulas(NamedTuple):
             torch._foreach_add_(params, updates, alpha=float(alpha))
 
 
-class StepExecutor(Protocol):
+class OptimizerStepExecutor(Protocol):
     """Schedules the phases of steps in place of Muon's loop over parameters, after upstream's proposal of executors for
     optimizer steps (#191670). A ``distributed_config`` builds one, and installs it. On top of the proposal, a step may
     fail on another rank, and parameters may change later.
