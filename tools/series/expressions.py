@@ -26,6 +26,15 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+def _is_name(node: ast.expr) -> bool:
+    """Whether it is a name, or a call of a function."""
+    if isinstance(node, ast.Starred):
+        node = node.value
+    if isinstance(node, ast.Call):
+        node = node.func
+    return isinstance(node, (ast.Name, ast.Attribute))
+
+
 def _arguments(
     positional: Sequence[ast.expr], keywords: Sequence[ast.keyword]
 ) -> list[tuple[Any, ast.expr]]:
@@ -85,14 +94,10 @@ class Expressions:
                 return self._dict(node)
             case ast.Lambda():
                 self.parameters(node.args)
-                return self._as_gone(node.body)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 return self._comprehension(node)
         values = [self.is_gone(inner) for inner in expressions_in(node)]
         return Value.GONE if any(values) else Value.KEPT
-
-    def _as_gone(self, node: ast.expr) -> Value:
-        return Value.GONE if self.is_gone(node) else Value.KEPT
 
     def _call(self, node: ast.Call) -> Value:
         function = node.func
@@ -101,23 +106,16 @@ class Expressions:
         else:
             is_gone = self.is_gone(function)
         arguments = _arguments(node.args, node.keywords)
-        left = self._cut_items(arguments)
-        if left < len(arguments):
-            is_gone |= left == 0 or _needs_all(function)
+        gone = self._cut_items(arguments)
+        if gone:
+            is_gone |= len(gone) == len(arguments) or _needs_all(function)
             # A key, of which the others are defaults.
-            is_gone |= _is_text(arguments[0][1]) and self.is_gone(arguments[0][1])
+            first = arguments[0][1]
+            is_gone |= _is_text(first) and self.is_gone(first)
         # The called function has lost a parameter for a name, but none for a value that merely contains one.
-        for argument in node.args:
-            is_gone |= self.is_gone(argument) and not self._is_name(argument)
+        for at, argument in enumerate(node.args):
+            is_gone |= at in gone and not _is_name(argument)
         return Value.GONE if is_gone else Value.KEPT
-
-    def _is_name(self, node: ast.expr) -> bool:
-        """Whether it is a name, or a call of a later function."""
-        if isinstance(node, ast.Starred):
-            node = node.value
-        if isinstance(node, ast.Call):
-            node = node.func
-        return isinstance(node, (ast.Name, ast.Attribute))
 
     def head_is_gone(self, node: ast.ClassDef) -> bool:
         """Cuts the arguments of a class. Whether it lacks a base or a decorator then."""
@@ -125,10 +123,11 @@ class Expressions:
         if True in are_gone:
             return True
         arguments = _arguments(node.bases, node.keywords)
-        return self._cut_items(arguments) == 0 and len(arguments) > 0
+        gone = self._cut_items(arguments)
+        return len(gone) == len(arguments) > 0
 
-    def _cut_items(self, items: Sequence[tuple[Any, ast.expr]]) -> int:
-        """Cuts items of which the value is gone, or the keyword. How many are left."""
+    def _cut_items(self, items: Sequence[tuple[Any, ast.expr]]) -> list[int]:
+        """Cuts items of which the value is gone, or the keyword, and returns their places."""
         gone = []
         for at, (item, value) in enumerate(items):
             keyword = getattr(item, "arg", None)
@@ -139,13 +138,13 @@ class Expressions:
             # Those of the only argument may be the call's.
             spans = [self.text.with_brackets(*span) for span in spans]
         self.text.remove_items(spans, gone)
-        return len(items) - len(gone)
+        return gone
 
     def _items(self, node: Any, items: Sequence[tuple[Any, ast.expr]]) -> Value:
         if not items:
             return Value.KEPT
         start, end = self.text.span(node)
-        left = self._cut_items(items)
+        left = len(items) - len(self._cut_items(items))
         if left == 0:
             return Value.GONE
         if left == 1 and len(items) > 1 and isinstance(node, ast.Tuple):

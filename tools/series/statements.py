@@ -253,7 +253,7 @@ class Statements:
         self._text.replace(start, end, new.lstrip(b" ").rstrip())
         return False
 
-    def _arms(self, node: ast.If) -> Iterator["_Arm"]:
+    def _arms(self, node: ast.If) -> Iterator[_Arm]:
         text = self._text
         indent = b" " * node.col_offset
         # What follows a body: comments, and the next keyword.
