@@ -344,9 +344,10 @@ class Muon(Optimizer):
             grads.append(p.grad)
             state = self.state[p]
             if "momentum_buffer" not in state:
-                zeros = torch.zeros_like(p.grad)
                 if group["flatten"]:
                     zeros = torch.zeros_like(p, dtype=p.grad.dtype)
+                else:
+                    zeros = torch.zeros_like(p.grad)
                 state["momentum_buffer"] = zeros
             elif group["flatten"]:
                 # The parameter may have changed to channels_last since, or back.
@@ -527,11 +528,7 @@ def _single_tensor_muon(
         # compute
         update = formulas.update_of(blended)
         # apply_updates
-        shape = grad.shape
-        if formulas.split.sizes:
-            shape = formulas.split.joined_shape(shape)
-        step_size = formulas.step_size(shape, grad.device)
-        formulas.apply([param], [update], step_size)
+        formulas.apply([param], [update], formulas.step_size_of(grad))
 
 
 def _step_in_batches(
@@ -567,10 +564,7 @@ def _step_in_batches(
                 for i, out in zip(batch, stacked, strict=True):
                     out.copy_(*formulas.blend([bufs[i]], [grads[i]]))
             updates = list(formulas.orthogonalize(stacked, out=stacked).unbind())
-        shape = first.shape
-        if formulas.split.sizes:
-            shape = formulas.split.joined_shape(shape)
-        step_size = formulas.step_size(shape, first.device)
+        step_size = formulas.step_size_of(first)
         formulas.apply([params[i] for i in batch], updates, step_size)
 
 

@@ -326,6 +326,13 @@ class MuonFormulas(NamedTuple):
         alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
         return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
 
+    def step_size_of(self, matrix: Tensor) -> "StepSize":
+        """The step size of a matrix that is whole here."""
+        shape = matrix.shape
+        if self.split.sizes:
+            shape = self.split.joined_shape(shape)
+        return self.step_size(shape, matrix.device)
+
     def apply(
         self, params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
     ) -> None:
