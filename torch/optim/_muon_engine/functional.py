@@ -8,7 +8,6 @@ from torch import Tensor
 from .config import DistributedConfig
 from .engine import Engine
 from .layouts.fitting import fits
-from .layouts.local import gradient_dtype
 from .runtime.params import Param
 
 
@@ -20,15 +19,15 @@ def step_once(
     bufs: Sequence[Tensor],
 ) -> None:
     """One step of the functional form, with an engine for this call."""
-    for i, (param, buf) in enumerate(zip(params, bufs, strict=True)):
+    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
+    for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        if not fits(param, buf, gradient_dtype(param)):
+        if not fits(param.tensor, buf, param.grad_dtype):
             raise ValueError(
                 f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
             )
     new = ({"momentum_buffer": buf} for buf in bufs)
     states: dict[Tensor, Any] = dict(zip(params, new, strict=True))
-    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, live, states, takes_stacks, is_lasting=False)
     engine.step([formulas], states, grads)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..process_groups import current_device, device_of_group, process_rank, Ranks
 from .layout import Key, Layout, matrix_shape, Region, Regions, Shards
-from .local import gradient_dtype, is_frozen
+from .local import traits_of
 
 
 # Ranks that share a matrix -> the framework's groups among them.
@@ -78,12 +78,14 @@ class DTensorLayouts:
             f"placements {tuple(map(str, placements))} on mesh {tuple(mesh.shape)}"
         )
         shape = matrix_shape(tensor.shape, flatten)
-        dtype = gradient_dtype(tensor) or tensor.dtype
-        frozen = is_frozen(tensor)
+        traits = traits_of(tensor)
+        dtype = traits.grad_dtype or traits.dtype
         layouts: list[Layout] = []
         for sub, shards in shards_of.items():
             matrix_key = key._replace(sub=sub)
-            layouts.append(Layout(matrix_key, shape, dtype, shards, placement, frozen))
+            layouts.append(
+                Layout(matrix_key, shape, dtype, shards, placement, traits.frozen)
+            )
         return layouts
 
     def _shards_of(

@@ -77,23 +77,12 @@ def usual_parts(
     return LocalParts(local, local_others[0], local_others[1])
 
 
-def is_frozen(param: Tensor) -> bool:
-    """Whether a Parameter takes no gradients. It does not depend on ``grad``, which ranks may differ in."""
-    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
-
-
-def gradient_dtype(param: Tensor) -> torch.dtype | None:
-    """The dtype of the gradients of ``param``, and of its momentum; None if they may have any."""
-    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
-    return param.grad_dtype if param.is_leaf else param.dtype
-
-
 class Traits(NamedTuple):
     """The properties from which the layout of a parameter is read, for a later comparison."""
 
-    # Whether it is a Parameter that takes no gradients.
+    # Whether it is a Parameter that takes no gradients. That does not depend on ``grad``, which ranks may differ in.
     frozen: bool
-    # The dtype of its gradients; None for any.
+    # The dtype of its gradients, and of its momentum; None for any.
     grad_dtype: torch.dtype | None
     shape: torch.Size
     dtype: torch.dtype
@@ -109,9 +98,11 @@ def traits_of(param: Tensor) -> Traits:
     if isinstance(param, DTensor):
         local = param._local_tensor
         placed = local.shape, local.device, param.device_mesh, param.placements
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
     return Traits(
-        is_frozen(param),
-        gradient_dtype(param),
+        isinstance(param, torch.nn.Parameter) and not param.requires_grad,
+        grad_dtype,
         param.shape,
         param.dtype,
         param.device,

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
 from .layout import Key, Layout, Regions, Shape, Shards
-from .local import gradient_dtype, is_frozen, local_part
+from .local import local_part, traits_of
 
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
@@ -111,13 +111,14 @@ class LocalPieces:
         self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
     ) -> None:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
+        traits = traits_of(param)
         piece = Piece(
             key,
             shape,
-            gradient_dtype(param) or param.dtype,
+            traits.grad_dtype or traits.dtype,
             Shards((process_rank(),), (regions,)),
             placement=in_words(cuts),
-            frozen=is_frozen(param),
+            frozen=traits.frozen,
             cuts=cuts,
         )
         self.layouts.append(piece)

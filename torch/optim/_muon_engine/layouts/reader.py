@@ -12,7 +12,7 @@ from ..._muon_split import Split
 from ..process_groups import process_rank
 from . import dtensor
 from .layout import check_cover, Key, Layout, matrix_shape, not_2d, Region, Shards
-from .local import gradient_dtype, is_frozen
+from .local import traits_of
 
 
 class ParamInfo(NamedTuple):
@@ -132,7 +132,8 @@ def whole_layouts(key: Key, tensor: Tensor, flatten: bool) -> list[Layout]:
     """The layouts of the matrices of a plain ``tensor`` that this rank has alone."""
     rows, columns = matrix_shape(tensor.shape, flatten)
     count = 1 if flatten else math.prod(tensor.shape[:-2])
-    dtype = gradient_dtype(tensor) or tensor.dtype
+    traits = traits_of(tensor)
+    dtype = traits.grad_dtype or traits.dtype
     layouts = []
     for sub in range(count):
         region = Region(0, 0, rows, columns, sub * rows * columns, columns)
@@ -145,7 +146,7 @@ def whole_layouts(key: Key, tensor: Tensor, flatten: bool) -> list[Layout]:
                 dtype,
                 shards,
                 placement="no process groups",
-                frozen=is_frozen(tensor),
+                frozen=traits.frozen,
             )
         )
     return layouts
