@@ -258,7 +258,7 @@ class MuonFormulas(NamedTuple):
     def takes_kernels(self, *lists: Sequence[Tensor]) -> bool:
         """Whether the kernels of ``fused`` take these lists of tensors."""
         is_eager = not torch.compiler.is_compiling()
-        if is_eager and self.has_kernels(lists[0][0].device):
+        if self.fused and is_eager and self.has_kernels(lists[0][0].device):
             from ._newton_schulz_kernels import pass_takes
 
             return pass_takes(*lists)
