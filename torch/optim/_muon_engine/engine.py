@@ -56,8 +56,8 @@ class Engine:
         self.plan = Plan()
         # A PackedStep, or a FunctionStep through the user's functions.
         self._runner: Any = None
-        # The options of each parameter group that the last step has checked; none before the first step.
-        self._checked_options: dict[int, tuple] = {}
+        # The options of each parameter group that the last step was bound to; none before the first step.
+        self._bound_options: list[tuple] = []
         replaced = []
         if former is None:
             self.reader = factory.reader_of(config, takes_stacks)
@@ -259,7 +259,7 @@ class Engine:
         # Whether other ranks may go on without this one: after the statuses, unless all ranks wait for them.
         may_have_moved = False
         try:
-            self._check(formulas)
+            options = self._checked_options(formulas)
             inputs = StepInputs(formulas, self.ordered, states, grads)
             runner = self._runner or self._make_runner()
             may_have_moved = True
@@ -268,6 +268,9 @@ class Engine:
             if problem and runner.awaits_statuses:
                 may_have_moved = False
                 raise RuntimeError(problem)
+            if options != self._bound_options:
+                runner.bind(formulas)
+                self._bound_options = options
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
                 runner.run(inputs)
@@ -275,6 +278,8 @@ class Engine:
             if problem:
                 raise RuntimeError(problem)
         except BaseException as error:
+            if self._runner is not None:
+                self._runner.drain()
             self._fail(error, may_have_moved)
             if not isinstance(error, CollectiveError):
                 raise
@@ -284,8 +289,10 @@ class Engine:
             raise RuntimeError(". ".join(filter(None, reasons))) from error
         return inputs.without_gradient
 
-    def _check(self, formulas: Sequence[Any]) -> None:
-        """Raises an error if the config, an option or a parameter does not allow a step."""
+    def _checked_options(self, formulas: Sequence[Any]) -> list[tuple]:
+        """The options of each parameter group that decide how matrices are made and batched. Raises an error if the
+        config, an option or a parameter does not allow a step.
+        """
         config = self._config_of_user
         before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
@@ -294,19 +301,16 @@ class Engine:
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
-        checked = {
-            param_group: (of_group.form, of_group.compute_key)
-            for param_group, of_group in enumerate(formulas)
-        }
-        if checked == self._checked_options:
-            return
+        options = [(of_group.form, of_group.compute_key) for of_group in formulas]
+        if options == self._bound_options:
+            return options
         for of_group in formulas:
             of_group.check()
         _check_forms(self.params, formulas)
         refusal = _refusal(self.params, bool(self.agreement.serials))
         if refusal:
             raise RuntimeError(refusal)
-        if not self._checked_options:
+        if not self._bound_options:
             # After it agreed with this rank, another one may have failed in a group that this one is not in.
             reason = self._notes().read()
             if reason:
@@ -314,7 +318,7 @@ class Engine:
                 raise RuntimeError(
                     _FAILED_BEFORE + reason.rpartition(_FAILED_BEFORE)[2]
                 )
-        self._checked_options = checked
+        return options
 
     def _fail(self, error: BaseException, may_have_moved: bool) -> None:
         """Records the failure, and leaves a note for the ranks that wait for this one. If parameters may have moved on

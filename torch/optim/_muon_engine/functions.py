@@ -167,6 +167,12 @@ class FunctionStep:
     def mismatch(self) -> str:
         return ""
 
+    def bind(self, formulas: Sequence[Any]) -> None:
+        """Has no batches, which depend on options."""
+
+    def drain(self) -> None:
+        """Has nothing in flight: the functions return when they have finished."""
+
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         reader = self.engine.reader

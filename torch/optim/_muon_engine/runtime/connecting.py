@@ -38,8 +38,7 @@ def connect(runner: PackedStep) -> None:
     they first exchange something. With other collectives in flight, ranks may wait for each other.
     """
     memory = runner.memory
-
-    def use_each() -> None:
+    try:
         memory.allocate()
         for flight, start in _starts(runner):
             start()
@@ -48,8 +47,9 @@ def connect(runner: PackedStep) -> None:
                 torch.accelerator.synchronize(memory.device)
         if memory.frees_between_steps:
             memory.free()
-
-    runner.drained(use_each)
+    except BaseException:
+        runner.drain()
+        raise
 
 
 def _starts(runner: PackedStep) -> list[tuple[InFlight, Callable[[], None]]]:

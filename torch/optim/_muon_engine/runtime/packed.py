@@ -77,7 +77,7 @@ class PackedStep:
         self._executor: Any = None
         # Whether nobody has asked how ranks differed in the last step.
         self.is_unread = False
-        self._bind({param.param_group: param.formulas for param in params})
+        self.bind({param.param_group: param.formulas for param in params})
 
     def _in_order_of_gathers(self) -> list[LocalBucket]:
         """This rank's buckets as their gathers follow each other."""
@@ -122,33 +122,25 @@ class PackedStep:
         """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
         self.progress.now = "statuses", self.side_channel.matrices
         self.is_unread = not self.side_channel.awaits
-        return self.drained(partial(self.side_channel.share, step, inputs))
+        return self.side_channel.share(step, inputs)
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
-        self.drained(partial(self._run, inputs))
-        self.progress.now = "", ()
-
-    def _run(self, inputs: StepInputs) -> None:
-        self._bind(inputs.formulas)
         inputs.place(self.progress)
         self._executor.run(inputs)
         self.side_channel.finish(inputs)
+        self.progress.now = "", ()
 
-    def drained(self, run: Callable[[], Any]) -> Any:
-        """What ``run()`` returns. After an error, waits for everything in flight."""
-        try:
-            return run()
-        except BaseException:
-            drain(self._flights)
-            raise
+    def drain(self) -> None:
+        """After an error, waits for everything in flight."""
+        drain(self._flights)
 
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         self.is_unread = False
         return self.side_channel.mismatch()
 
-    def _bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
+    def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
         """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``
         are those of each parameter group.
         """

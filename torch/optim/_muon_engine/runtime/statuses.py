@@ -152,8 +152,12 @@ class Statuses(InFlight):
         if not self._is_new or self._is_dry_run:
             return ""
         self._is_new = False
-        if not self._lacks_second and self._agree():
-            return ""
+        if not self._lacks_second and not self._has_problem:
+            self._wait_for_result()
+            count = self._own.count
+            if torch.equal(self._host[:count], self._own.rows[:count]):
+                # The maxima are what this rank said, so all ranks said the same.
+                return ""
         return self._difference(inputs)
 
     def _difference(self, inputs: StepInputs | None) -> str:
@@ -168,14 +172,6 @@ class Statuses(InFlight):
             rows = self._result()[1:]
         text = text or difference(self._own.gradients, rows, inputs)
         return text or (OTHER_GROUP if header[Header.ELSEWHERE] else "")
-
-    def _agree(self) -> bool:
-        """Whether all ranks said the same as this one, which has no problem: the maxima are its own rows."""
-        if self._has_problem:
-            return False
-        self._wait_for_result()
-        count = self._own.count
-        return torch.equal(self._host[:count], self._own.rows[:count])
 
 
 class SideChannel:
