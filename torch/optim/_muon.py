@@ -345,7 +345,7 @@ class Muon(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 if group["flatten"]:
-                    zeros = torch.zeros_like(p, dtype=p.grad.dtype)
+                    zeros = torch.zeros_like(p)
                 else:
                     zeros = torch.zeros_like(p.grad)
                 state["momentum_buffer"] = zeros
@@ -354,7 +354,7 @@ class Muon(Optimizer):
                 _reorder_momentum(p, state)
             buffer = state["momentum_buffer"]
             if buffer.dtype != p.grad.dtype:
-                # load_state_dict() casts to the parameter's dtype, and a model may be cast in training.
+                # It is new, or load_state_dict() has cast it to the parameter's dtype, or the model was cast in training.
                 buffer = state["momentum_buffer"] = buffer.to(p.grad.dtype)
             muon_momentum_bufs.append(buffer)
         return False  # has_complex

@@ -55,9 +55,7 @@ class Split(NamedTuple):
         return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {self.dim + stacked} has {length}"
 
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
-        """The parts as views; with repeats, ``dim`` is two dimensions (repeats, size)."""
-        if not self.sizes:
-            return [matrix]
+        """The parts of a weight that is split, as views; with repeats, ``dim`` is two dimensions (repeats, size)."""
         if self.repeats == 1:
             return matrix.split(self.sizes, self.dim)
         repeats = matrix.unflatten(self.dim, (self.repeats, -1))

@@ -333,6 +333,16 @@ class TestMuonForms(OnCPU):
                     twins.params[0].copy_(place(whole, spec))
                 self.assertTrainsAlike(twins, 1)
 
+    def test_tensor_parallelism_of_a_plain_stack(self):
+        """It cuts whole matrices, or rows or columns of each."""
+        for dim, sizes in ((0, (1, 1, 1, 1)), (1, (2, 2, 1, 1)), (2, (3, 3, 2, 2))):
+            with self.subTest(dim=dim):
+                config = create_auto_config(
+                    tp_process_group=dist.group.WORLD, tp_dim_per_param=dim
+                )
+                cut = common_muon.Cut((4, 6, 10), ((dim, sizes, self.rank),))
+                self.assertTrainsAlike(self.twins([cut], config), 1)
+
     def test_errors_of_fsdp1_over_tensor_parallelism(self):
         grid, stacked = grid_of(2, 2), r"'0' of shape .* TP cut"
         # Rank 3 is in no unit with rank 0, whose learning rate is wrong.
