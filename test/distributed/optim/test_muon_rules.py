@@ -7,7 +7,7 @@ No rule needs an accelerator, nor other processes: each rank plays its part alon
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from unittest import mock
 
@@ -31,7 +31,7 @@ from torch.testing._internal.distributed._muon.checkers.ranks import (
     Program,
     Rank,
 )
-from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Call, Recorder
 from torch.testing._internal.distributed._muon.common_muon import local
 
 
@@ -138,6 +138,19 @@ def programs(draw):
         node=draw(one_of(1, 2, 3)),
         limits=tuple(limits.items()),
     )
+
+
+class StreamsOfWork(Accelerator):
+    """Notes on which streams each operation runs, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.streams = defaultdict(set)
+
+    def accessed(self, work, reads, writes, queue, *needs):
+        super().accessed(work, reads, writes, queue, *needs)
+        if not isinstance(work, Call):
+            self.streams[work.__name__.split(".")[0]].add(queue)
 
 
 def step_of(program, number, recorder, device="cpu"):
@@ -316,6 +329,15 @@ class TestMuonRules(RulesTestCase):
                 _, _, third, fourth = operations
                 self.assertEqual(third, fourth)
                 self.assertEqual(accelerator.problems, [])
+
+    def test_relays_have_a_stream_of_their_own(self):
+        """Newton-Schulz does not wait for what other ranks relay, because its stream has no part in it."""
+        for name, has_two in (("relayed", True), ("sharded", False)):
+            with self.subTest(name):
+                streams = step_of(PROGRAMS[name], 1, StreamsOfWork(), LAZY).streams
+                products, updates = streams["mm"], streams["add_"]
+                self.assertEqual(len(products), 1)
+                self.assertEqual(len(updates - products), int(has_two))
 
     def test_offloaded(self):
         """Momentum stays with its parameter on the host, and nothing but copies between devices waits."""
