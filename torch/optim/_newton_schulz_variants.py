@@ -146,8 +146,6 @@ def _has_same_bits() -> bool:
 def products_for(x: Tensor, ns_algorithm: str) -> Any:
     """Symmetric products on CPUs, on request or where they have the bits of plain products, and are faster."""
     plain = Products if x.ndim == 2 else BatchProducts
-    if min(x.shape[-2:]) < MIN_SYMMETRIC:
-        return plain
     # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
         return plain
