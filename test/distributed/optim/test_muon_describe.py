@@ -143,7 +143,7 @@ class TestMuonDescribe(OnCPU):
                     param.grad_dtype = None
             muon = Muon(params, distributed_config="auto")
             chunks = []
-            for bound in muon._engine._make_runner().compute._bound.values():
+            for bound in muon._engine._make_runner().compute.bound.values():
                 for part in (*bound.preparations, *bound.batches):
                     chunks += getattr(part, "chunks", None) or getattr(part, "own", ())
             pointers = set()

@@ -190,14 +190,13 @@ class TestMuonDivided(OnCPU):
         placed = [Spec((32, 64), mesh_of(4), (S0,)), Spec((8, 6), mesh_of(4), (S0,))]
         with small_ones_divided():
             twins = Twins(placed, create_dtensor_config(owners_per_matrix=4))
-        compute = twins.optimizer._engine._make_runner().compute
-        with mock.patch.object(compute.binder.memory, "recording", mock.Mock):
-            compute._compute_keys = {}
-            twins.set_gradients()
-            formulas = [MuonFormulas.of_group(twins.optimizer.param_groups[0])]
-            compute.bind(formulas)
+        runner = twins.optimizer._engine._make_runner()
+        with mock.patch.object(runner.memory, "recording", mock.Mock):
+            common_muon.bind_again(twins.optimizer)
+            formulas = MuonFormulas.of_group(twins.optimizer.param_groups[0])
+            runner.bind({0: formulas})
         are_recorded = set()
-        for bound in compute._bound.values():
+        for bound in runner.compute.bound.values():
             for batch in bound.batches:
                 is_divided = batch.matrices[0].team_products is not None
                 are_recorded.add((is_divided, batch.recording is not None))

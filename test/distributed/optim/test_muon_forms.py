@@ -188,7 +188,7 @@ class TestMuonForms(OnCPU):
                     )
                     common_muon.as_on_an_accelerator(twins.optimizer)
                     twins.step()
-                    bound = twins.optimizer._engine._runner.compute._bound.values()
+                    bound = twins.optimizer._engine._runner.compute.bound.values()
                     entries = copies = 0
                     for of_bucket in bound:
                         chunks = [*of_bucket.applied]

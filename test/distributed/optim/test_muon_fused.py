@@ -27,13 +27,12 @@ class TestMuonFused(common_muon.OnCPU):
     def accumulating(self, twins):
         """The indices of the parameters whose gradients come into momentum with the blend, on this rank."""
         runner = twins.optimizer._engine._make_runner()
-        return set(runner.compute.binder._accumulating)
+        return set(runner.binder._accumulating)
 
     def bind_as_on_a_gpu(self, twins):
-        compute = twins.optimizer._engine._make_runner().compute
-        compute.binder.is_cpu, compute.binder.device = False, torch.device("cuda")
-        # The next step binds its lists again.
-        compute._compute_keys = {}
+        binder = twins.optimizer._engine._make_runner().binder
+        binder.is_cpu, binder.device = False, torch.device("cuda")
+        common_muon.bind_again(twins.optimizer)
         return twins
 
     def twins_on_an_accelerator(self, placed, **options):

@@ -116,19 +116,19 @@ class TestMuonGraphs(common_muon.OnCPU):
             config = create_dtensor_config(keep_buffers=True)
             twins = Twins(placed, config, **options)
             # Binds the lists of a step as on a GPU.
-            compute = self.compute(twins)
-            compute.binder.is_cpu = False
-            compute.binder.device = torch.device("cuda")
-            compute._compute_keys = {}
+            binder = self.runner(twins.optimizer).binder
+            binder.is_cpu = False
+            binder.device = torch.device("cuda")
+            common_muon.bind_again(twins.optimizer)
             pair.append(twins)
         self.memory(pair[0].optimizer)._of_graphs = PlayedMemory()
         return pair
 
-    def compute(self, twins):
-        return twins.optimizer._engine._make_runner().compute
+    def runner(self, optimizer):
+        return optimizer._engine._make_runner()
 
     def memory(self, optimizer):
-        return optimizer._engine._make_runner().memory
+        return self.runner(optimizer).memory
 
     def assertStepsAlike(self, pair, steps, missing=lambda step: ()):
         for step in range(steps):
@@ -152,11 +152,11 @@ class TestMuonGraphs(common_muon.OnCPU):
 
     def counts(self, pair):
         """The captures and the replays of this rank, and its batches."""
-        compute = self.compute(pair[0])
+        runner = self.runner(pair[0].optimizer)
         batches = []
-        for bound in compute._bound.values():
+        for bound in runner.compute.bound.values():
             batches += bound.batches
-        memory = compute.binder.memory._of_graphs
+        memory = runner.memory._of_graphs
         return memory.captures, memory.replays, len(batches)
 
     def test_each_batch_is_captured_once(self):
@@ -179,7 +179,7 @@ class TestMuonGraphs(common_muon.OnCPU):
         for has_graphs in (True, False):
             if not has_graphs:
                 self.memory(twins.optimizer)._of_graphs = None
-                self.compute(twins)._compute_keys = {}
+                common_muon.bind_again(twins.optimizer)
                 param.detach().copy_(start)
                 twins.optimizer.state[param]["momentum_buffer"].zero_()
                 twins.steps = 0

@@ -56,8 +56,8 @@ class Engine:
         self.plan = Plan()
         # A PackedStep, or a FunctionStep through the user's functions.
         self._runner: Any = None
-        # The options of each parameter group that the last step was bound to; none before the first step.
-        self._bound_options: list[tuple] = []
+        # The options of each parameter group that the last step was bound to; None before the first step.
+        self._bound_options: list[tuple] | None = None
         replaced = []
         if former is None:
             self.reader = factory.reader_of(config, takes_stacks)
@@ -269,7 +269,7 @@ class Engine:
                 may_have_moved = False
                 raise RuntimeError(problem)
             if options != self._bound_options:
-                runner.bind(formulas)
+                runner.bind(dict(enumerate(formulas)))
                 self._bound_options = options
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
@@ -310,7 +310,7 @@ class Engine:
         refusal = _refusal(self.params, bool(self.agreement.serials))
         if refusal:
             raise RuntimeError(refusal)
-        if not self._bound_options:
+        if self._bound_options is None:
             # After it agreed with this rank, another one may have failed in a group that this one is not in.
             reason = self._notes().read()
             if reason:

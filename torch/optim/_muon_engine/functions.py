@@ -167,7 +167,7 @@ class FunctionStep:
     def mismatch(self) -> str:
         return ""
 
-    def bind(self, formulas: Sequence[Any]) -> None:
+    def bind(self, formulas: Mapping[int, Any]) -> None:
         """Has no batches, which depend on options."""
 
     def drain(self) -> None:

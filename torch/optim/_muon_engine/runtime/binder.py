@@ -53,9 +53,7 @@ class Binder:
         # The indices of the parameters whose gradients come into momentum where the momentum is blended.
         self._accumulating: set[int] = set()
 
-    def bind(
-        self, formulas: Mapping[int, Any] | Sequence[Any]
-    ) -> dict[LocalBucket, BoundBucket]:
+    def bind(self, formulas: Mapping[int, Any]) -> dict[LocalBucket, BoundBucket]:
         """Binds all buckets, with the batches that the ``formulas`` of each parameter group allow."""
         batches_of: dict[LocalBucket, list[list[LocalMatrix]]] = {}
         for bucket in self._buckets:
@@ -72,7 +70,7 @@ class Binder:
         return bound
 
     def _batches(
-        self, bucket: LocalBucket, formulas: Mapping[int, Any] | Sequence[Any]
+        self, bucket: LocalBucket, formulas: Mapping[int, Any]
     ) -> list[list[LocalMatrix]]:
         """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
         by_kind: dict[Hashable, list[list[LocalMatrix]]] = {}
@@ -92,9 +90,7 @@ class Binder:
             all_batches += batches
         return all_batches
 
-    def _groups_with_kernels(
-        self, formulas: Mapping[int, Any] | Sequence[Any]
-    ) -> set[int]:
+    def _groups_with_kernels(self, formulas: Mapping[int, Any]) -> set[int]:
         param_groups = {param.param_group for param in self._params}
         return {
             param_group

@@ -3,13 +3,12 @@ parameters. The lists and views that it needs stay the same between steps.
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from .binder import Binder
 from .bound import Batch, BoundBucket, Chunk
 from .executor import Progress
 from .matrices import LocalMatrix
@@ -21,41 +20,21 @@ log = logging.getLogger("torch.optim.muon")
 
 
 class MuonCompute:
-    """The phases of a step, in the words of upstream's proposal for executors of optimizer steps, and what relays add. ``param_groups`` are
-    the parameter groups of the matrices of this ``rank``.
+    """The phases of a step on this ``rank``, in the words of upstream's proposal for executors of optimizer steps, and
+    what relays add.
     """
 
-    def __init__(
-        self, binder: Binder, param_groups: Iterable[int], rank: int, progress: Progress
-    ) -> None:
-        self.binder = binder
+    def __init__(self, rank: int, progress: Progress) -> None:
         self.rank = rank
         self.progress = progress
-        self._param_groups = sorted(param_groups)
-        # By parameter group: the options that decide which matrices share a batch.
-        self._compute_keys: dict[int, Hashable] = {}
-        self._bound: Mapping[LocalBucket, BoundBucket] = {}
-
-    def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> bool:
-        """Binds the work again if the options of batches have changed. Returns whether they have."""
-        keys = {
-            param_group: formulas[param_group].compute_key
-            for param_group in self._param_groups
-        }
-        if keys == self._compute_keys:
-            return False
-        self._compute_keys = keys
-        self._bound = self.binder.bind(formulas)
-        return True
-
-    def batches(self, bucket: LocalBucket) -> Sequence[Batch]:
-        return self._bound[bucket].batches
+        # The work on each bucket, which a Binder has bound.
+        self.bound: Mapping[LocalBucket, BoundBucket] = {}
 
     def prepare(self, bucket: LocalBucket, inputs: StepInputs) -> None:
         """Accumulates the gradients of the bucket's matrices, and packs this rank's shards for their owners. The shards
         of matrices that this rank owns do not travel: :meth:`compute` blends them into the whole matrix.
         """
-        for matrices, accumulated, chunks in self._bound[bucket].preparations:
+        for matrices, accumulated, chunks in self.bound[bucket].preparations:
             self.progress.now = "gather", matrices
             for param_group, param_indices in accumulated.items():
                 inputs.accumulate(param_group, param_indices)
@@ -101,7 +80,7 @@ class MuonCompute:
         """Applies the updates that this rank received."""
         if log.isEnabledFor(logging.DEBUG):
             self._log_received(bucket, bucket.scatter_recv, inputs)
-        self._apply(self._bound[bucket].applied, inputs)
+        self._apply(self.bound[bucket].applied, inputs)
 
     def apply_relayed(
         self, bucket: LocalBucket, relay: Any, inputs: StepInputs
@@ -109,7 +88,7 @@ class MuonCompute:
         """Applies the updates that this rank received over a relay."""
         if log.isEnabledFor(logging.DEBUG):
             self._log_received(relay, relay.packed, inputs)
-        self._apply(self._bound[bucket].relayed.get(relay, ()), inputs)
+        self._apply(self.bound[bucket].relayed.get(relay, ()), inputs)
 
     def _blend(self, chunk: Chunk, inputs: StepInputs) -> None:
         """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
@@ -144,7 +123,7 @@ class MuonCompute:
             if matrix.is_orthogonalized(inputs):
                 present.append(place)
             else:
-                unsent += self._bound[bucket].results[matrix.index]
+                unsent += self.bound[bucket].results[matrix.index]
         if unsent:
             torch._foreach_zero_(unsent)
         return present

@@ -1,6 +1,6 @@
 """The step of an engine that moves shards itself, in packed all-to-alls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,9 +71,11 @@ class PackedStep:
             one_at_a_time=one_at_a_time,
             early=early,
         )
-        binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
-        groups_of_params = {matrix.param_group for matrix in matrices.values()}
-        self.compute = MuonCompute(binder, groups_of_params, rank, self.progress)
+        self.binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
+        self.compute = MuonCompute(rank, self.progress)
+        # The parameter groups of this rank's matrices, and the options that decided which of these share a batch.
+        self._param_groups = sorted({m.param_group for m in matrices.values()})
+        self._compute_keys: list[Hashable] | None = None
         self._executor: Any = None
         # Whether nobody has asked how ranks differed in the last step.
         self.is_unread = False
@@ -140,15 +142,18 @@ class PackedStep:
         self.is_unread = False
         return self.side_channel.mismatch()
 
-    def bind(self, formulas: Mapping[int, Any] | Sequence[Any]) -> None:
-        """Makes this rank's list of operations, if the batches are different from those of the last step. ``formulas``
-        are those of each parameter group.
+    def bind(self, formulas: Mapping[int, Any]) -> None:
+        """Binds what stays the same between steps, and makes this rank's list of operations. ``formulas`` are those of
+        each parameter group. Nothing changes if the options of this rank's batches are those of the last call.
         """
-        if not self.compute.bind(formulas) and self._executor is not None:
+        keys = [formulas[group].compute_key for group in self._param_groups]
+        if keys == self._compute_keys:
             return
+        self._compute_keys = keys
+        self.compute.bound = self.binder.bind(formulas)
         work_of = {}
         for index, bucket in self._by_index.items():
-            batches = self.compute.batches(bucket)
+            batches = self.compute.bound[bucket].batches
             divided = sum(
                 batch.matrices[0].team_products is not None for batch in batches
             )

@@ -256,13 +256,19 @@ def as_on_an_accelerator(optimizer):
     the gradients of a bucket together. The buffers are on the CPU.
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
-    runner.side_channel.device = runner.compute.binder.device = device
+    runner.side_channel.device = runner.binder.device = device
     # Only the first step waits for its statuses.
     runner.side_channel.awaits = optimizer._engine.steps == 0
     for statuses in runner.side_channel.statuses:
         statuses.device = device
-    # The next step binds its lists again.
-    runner.compute.binder.is_cpu, runner.compute._compute_keys = False, {}
+    runner.binder.is_cpu = False
+    bind_again(optimizer)
+
+
+def bind_again(optimizer):
+    """The next step binds its lists again, as if an option had changed."""
+    engine = optimizer._engine
+    engine._bound_options = engine._make_runner()._compute_keys = None
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
