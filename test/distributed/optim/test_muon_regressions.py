@@ -522,12 +522,23 @@ class TestMuonReplaced(common_muon.OnCPU):
         self.assertTrainsAlike(twins, 2)
 
     def test_change_on_one_rank_only(self):
-        # This breaks the group. DTensor's caches tell its mesh from others by its name.
-        group = dist.new_group()
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("changed",))
-        twins = self.trained(self.placed(S0, mesh=mesh))
-        if self.rank == 3:
-            self.replace(twins, 1, twins.specs[1])
+        """Rank 3 waits for the ranks that shared matrices with it, even if it shares none any more."""
+        for becomes_plain in (False, True):
+            with self.subTest(becomes_plain=becomes_plain):
+                # This breaks the group. DTensor's caches tell its mesh from others by its name.
+                group = dist.new_group()
+                name = f"changed {becomes_plain}"
+                mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+                twins = self.trained(self.placed(S0, mesh=mesh))
+                if self.rank == 3 and becomes_plain:
+                    for index, shape in enumerate(SHAPES):
+                        self.replace(twins, index, Spec(shape, None, ()))
+                elif self.rank == 3:
+                    self.replace(twins, 1, twins.specs[1])
+                self.assertNothingMovesAfterAChange(twins, group)
+
+    def assertNothingMovesAfterAChange(self, twins, group):
+        """Rank 3 has changed parameters, and the others have not."""
         before = [common_muon.local(param.detach()).clone() for param in twins.params]
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=2), group)
