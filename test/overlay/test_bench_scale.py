@@ -284,12 +284,12 @@ def reported(case):
 @pytest.mark.parametrize(
     ("has_relay_stream", "orders"),
     [
-        (False, [(Action.ORTHOGONALIZE, Action.RELAY)]),
+        (False, [(Action.COMPUTE, Action.RELAY)]),
         (
             True,
             [
                 (Action.RELAY,),
-                (Action.GATHER, Action.ORTHOGONALIZE, Action.SCATTER),
+                (Action.GATHER, Action.COMPUTE, Action.SCATTER),
             ],
         ),
     ],

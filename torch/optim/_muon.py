@@ -435,7 +435,9 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _execute_step_ops(self, executor: OptimizerStepExecutor) -> None:
-        """Lets the executor schedule the phases of the step: those of each group's formulas."""
+        """Lets the executor, which is the engine of a ``distributed_config``, schedule the phases of the step: those of
+        each group's formulas.
+        """
         if not executor.matches(self.param_groups):
             from ._muon_install import new_engine
 

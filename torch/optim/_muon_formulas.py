@@ -364,8 +364,8 @@ class MuonFormulas(NamedTuple):
 
 class OptimizerStepExecutor(Protocol):
     """Schedules the phases of steps in place of Muon's loop over parameters, after upstream's proposal of executors for
-    optimizer steps (#191670). A ``distributed_config`` builds one, and installs it. On top of the proposal, a step may
-    fail on another rank, and parameters may change later.
+    optimizer steps (#191670). With a ``distributed_config``, Muon builds and installs one. On top of the proposal, a step
+    may fail on another rank, and parameters may change later.
     """
 
     # How many steps were begun.

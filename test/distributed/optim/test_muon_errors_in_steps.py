@@ -183,6 +183,7 @@ class TestMuonStepMistakes(MistakesTestCase):
         side_channel = twins.optimizer._engine._make_runner().side_channel
         (statuses,) = side_channel.statuses
         statuses._host = torch.zeros_like(statuses._table)
+        statuses._has_host_copy = True
         stream = mock.Mock()
         with mock.patch.object(
             torch.accelerator, "current_stream", return_value=stream

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Muon
-from torch.optim._muon_engine.changes import rendezvous
+from torch.optim._muon_engine.changes import wait_for_all
 from torch.optim._muon_engine.process_groups import spanning_group
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
@@ -274,7 +274,7 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
 
     def test_rendezvous_names_the_ranks_that_do_not_come(self):
         ranks, late = (0, 1, 3), 1
-        come = partial(rendezvous, ranks, timedelta(seconds=2), "test")
+        come = partial(wait_for_all, ranks, timedelta(seconds=2), "test")
         self.assertEqual(self.errors(come, ranks), {})
         found = self.errors(come, {0, 3})
         # The second rank to give up may also name the first one.

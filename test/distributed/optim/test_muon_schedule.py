@@ -141,7 +141,7 @@ class TestOrder(TestCase):
         for operation in operations:
             if operation.bucket == bucket:
                 found.append(operation.action)
-        batches = [Action.ORTHOGONALIZE for _ in work.batches]
+        batches = [Action.COMPUTE for _ in work.batches]
         once = [
             Action.GATHER,
             Action.AWAIT_GATHER,
@@ -192,7 +192,7 @@ class TestOrder(TestCase):
                         own[bucket] = work_of[bucket]
                 found = []
                 for operation in local_order(order, groups, own):
-                    if operation.action is not Action.ORTHOGONALIZE:
+                    if operation.action is not Action.COMPUTE:
                         found.append(operation)
                 return found
 
@@ -214,8 +214,8 @@ class TestOrder(TestCase):
         end = operations.index((Action.SCATTER, 2, None))
         found = [f"{o.action.name} {o.item}" for o in operations[begin + 1 : end]]
         expected = (
-            "ORTHOGONALIZE divided, RELAY x, RELAY y, ORTHOGONALIZE 0, AWAIT_RELAY x, APPLY_RELAYED x, "
-            "RELAY z, ORTHOGONALIZE 1, AWAIT_RELAY y, APPLY_RELAYED y, ORTHOGONALIZE 2, AWAIT_RELAY z, "
+            "COMPUTE divided, RELAY x, RELAY y, COMPUTE 0, AWAIT_RELAY x, APPLY_RELAYED x, "
+            "RELAY z, COMPUTE 1, AWAIT_RELAY y, APPLY_RELAYED y, COMPUTE 2, AWAIT_RELAY z, "
             "APPLY_RELAYED z"
         )
         self.assertEqual(", ".join(found), expected)

@@ -18,7 +18,7 @@ The vocabulary, in the order of the data:
 - *region*: a rectangle of a matrix, and its location in a rank's local storage.
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
 - *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
-- *owner*: the rank that orthogonalizes a matrix, out of all its holders.
+- *holder*: a rank that holds a part of a matrix. *Owner*: the one of them that orthogonalizes it.
 - *divided*: a matrix that is cut into *blocks*, each with an owner. These owners are the matrix's *team*.
 - *contribution*: what one rank adds to a matrix that is a sum (Partial).
 - *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
@@ -29,10 +29,12 @@ The vocabulary, in the order of the data:
   result only to the source, which broadcasts it.
 - *node* and *rail*: with many peers, an all-to-all has two levels: within a node, then along the ranks at
   the same place of each node.
+- *batch*: an owner's matrices of one shape that it orthogonalizes together; on CPUs, usually one.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
 - *status*: whether a holder has a gradient. If the holders of a matrix differ, that is a *mismatch*.
-- *signature*: the values that ranks compare when they build the optimizer.
+- *signature*: the values that ranks compare when they build the optimizer. *Serial*: its number among those over the
+  same ranks.
 
-Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- factory, functions <- building, changes <- engine <- _muon``.
+Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- factory, functions <- building, changes <- engine <- _muon_install <- _muon``.
 ``config``, ``process_groups``, ``store`` and ``agreement`` import none of these. Only ``layouts`` knows frameworks.
 """

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .agreement import agree, Agreement, Signature
 from .config import DistributedConfig
-from .factory import is_from_factory, own_functions
+from .factory import is_from_factory, users_functions
 from .layouts.dtensor import device_of
 from .layouts.layout import Layout
 from .layouts.reader import describe_state, ParamInfo, Reader
@@ -28,7 +28,7 @@ from .schedule.schedule import Schedule
 
 
 class Plan(NamedTuple):
-    """What all ranks have agreed upon."""
+    """The owners and the schedule, which are the same on all ranks that share matrices."""
 
     # Has all layouts. Its buckets lack the matrices of frozen parameters.
     schedule: Schedule = Schedule((), (), ())
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     @property
     def is_packed(self) -> bool:
         """Whether both functions that move data are the factory's."""
-        return self.reader is not None and not own_functions(self.config)
+        return self.reader is not None and not users_functions(self.config)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -68,8 +68,9 @@ def build(
     is_lasting: bool,
     agreement: Agreement,
 ) -> Plan:
-    """Makes the plan together with the other ranks, and fills ``agreement``. They compare which parameters are not
-    among those ``before`` a change, so that all replace the same ones. All of them raise an ``error`` of this rank.
+    """Makes the plan together with the other ranks, and fills ``agreement``, whose serial numbers an engine needs for its
+    notes even if it cannot be built. The ranks compare which parameters are not among those ``before`` a change, so that
+    all replace the same ones. All of them raise an ``error`` of this rank.
     """
     config, reader = setting.config, setting.reader
     layouts: list[Layout] = []
@@ -78,7 +79,10 @@ def build(
     signed: list[tuple[Ranks, Signature]] = []
     try:
         if reader is not None:
-            layouts = _read(setting, error)
+            infos: list[ParamInfo] = []
+            for param in setting.params:
+                infos.append(ParamInfo(param.config_index, param.key.name, param.form))
+            layouts = reader.read(setting.tensors, infos, error)
         if error is None:
             config.check()
             layouts = _divided(setting, layouts)
@@ -106,12 +110,6 @@ def build(
     if setting.is_packed:
         _make_further_groups(schedule, setting.rank, reader, agreement)
     return Plan(schedule, assignments)
-
-
-def _read(setting: Setting, error: BaseException | None) -> list[Layout]:
-    infos = [ParamInfo(p.config_index, p.key.name, p.form) for p in setting.params]
-    reader: Any = setting.reader
-    return reader.read(setting.tensors, infos, error)
 
 
 def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
@@ -162,7 +160,7 @@ def _signatures(
         "device": setting.device.type if setting.is_packed else "",
         "prefetch_count": str(config.prefetch_count),
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
-        "functions of your own": str(own_functions(config)),
+        "functions of your own": str(users_functions(config)),
     }
     options: dict[int, dict[str, str]] = {}
     for param in setting.params:

@@ -103,7 +103,7 @@ def fit_momentum(params: Sequence[Param], states: States) -> list[str]:
     return restarted
 
 
-def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
+def wait_for_all(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
     """Waits over the store until all of ``ranks`` have come to ``name``. A collective would pair up with
     whichever collective the other ranks start next. A counter in the store pairs up with nothing. A
     RuntimeError names the ranks that did not come within ``timeout``.
@@ -145,5 +145,5 @@ def meet(
     )
     for ranks in larger_first(groups):
         timeout = group_timeout(groups[ranks])
-        rendezvous(ranks, timeout, str(agreement.serials.get(ranks)))
+        wait_for_all(ranks, timeout, str(agreement.serials.get(ranks)))
     notes.take_back()

@@ -4,7 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,40 @@ log = logging.getLogger("torch.optim.muon")
 _FAILED_BEFORE = "another rank failed before this step. "
 
 
+class StepRunner(Protocol):
+    """The steps of an engine: a PackedStep, or a FunctionStep through the user's functions."""
+
+    # Whether nobody has asked how ranks differed in the last step.
+    is_unread: bool
+
+    @property
+    def awaits_statuses(self) -> bool:
+        """Whether ranks know how they differ before anything moves."""
+
+    @property
+    def where(self) -> str:
+        """The phase of the step that is running or failed; "" between steps."""
+
+    def share_statuses(self, step: int, inputs: StepInputs) -> str:
+        """Begins a step. Returns how ranks differ, if it waits for that."""
+
+    def bind(self, formulas: Mapping[int, Any]) -> None:
+        """Prepares what stays the same between steps, for these options of each parameter group."""
+
+    def run(self, inputs: StepInputs) -> None:
+        """Makes the rest of the step."""
+
+    def drain(self) -> None:
+        """After an error, waits for everything in flight."""
+
+    def mismatch(self) -> str:
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+
+
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters. It takes a copy of ``config``, whose
     functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. This rank
-    raises ``error``, or an unread one of ``former``'s last step, after the other ranks have learned of it.
+    raises an unread error of ``former``'s last step, or else ``error``, after the other ranks have learned of it.
     """
 
     def __init__(
@@ -54,8 +84,8 @@ class Engine:
         self.failure = ""
         self.agreement = Agreement()
         self.plan = Plan()
-        # A PackedStep, or a FunctionStep through the user's functions.
-        self._runner: Any = None
+        # None until a step, or the constructor, needs its memory.
+        self._runner: StepRunner | None = None
         # The options of each parameter group that the last step was bound to; None before the first step.
         self._bound_options: list[tuple] | None = None
         replaced = []
@@ -256,17 +286,18 @@ class Engine:
             )
         if self._runner is not None and self._runner.is_unread:
             self.synchronize()
-        # Whether other ranks may go on without this one: after the statuses, unless all ranks wait for them.
-        may_have_moved = False
+        # Whether, after an error here, the other ranks may move parameters in this step: once the statuses are on their
+        # way, unless all ranks wait for them and hear of the problem.
+        others_may_go_on = False
         try:
             options = self._checked_options(formulas)
             inputs = StepInputs(formulas, self.ordered, states, grads)
             runner = self._runner or self._make_runner()
-            may_have_moved = True
+            others_may_go_on = True
             difference = runner.share_statuses(self.steps, inputs)
             problem = "; ".join(inputs.problems) or difference
             if problem and runner.awaits_statuses:
-                may_have_moved = False
+                others_may_go_on = False
                 raise RuntimeError(problem)
             if options != self._bound_options:
                 runner.bind(dict(enumerate(formulas)))
@@ -280,7 +311,7 @@ class Engine:
         except BaseException as error:
             if self._runner is not None:
                 self._runner.drain()
-            self._fail(error, may_have_moved)
+            self._fail(error, others_may_go_on)
             if not isinstance(error, CollectiveError):
                 raise
             # A launcher may end this process while it asks the others.
@@ -301,11 +332,11 @@ class Engine:
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
-        options = [(of_group.form, of_group.compute_key) for of_group in formulas]
+        options = [(group.form, group.compute_key) for group in formulas]
         if options == self._bound_options:
             return options
-        for of_group in formulas:
-            of_group.check()
+        for group in formulas:
+            group.check()
         _check_forms(self.params, formulas)
         refusal = _refusal(self.params, bool(self.agreement.serials))
         if refusal:
@@ -320,14 +351,14 @@ class Engine:
                 )
         return options
 
-    def _fail(self, error: BaseException, may_have_moved: bool) -> None:
+    def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
         """Records the failure, and leaves a note for the ranks that wait for this one. If parameters may have moved on
         some ranks only, this optimizer does not go on.
         """
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
-        if may_have_moved and where and is_own:
+        if others_may_go_on and where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
@@ -335,11 +366,11 @@ class Engine:
         if is_own:
             # The ranks that wait for this one are in this step or come to the next one.
             for step in (
-                (self.steps, self.steps + 1) if may_have_moved else (self.steps,)
+                (self.steps, self.steps + 1) if others_may_go_on else (self.steps,)
             ):
                 self._notes(step).leave(failure)
         # A framework of the user's may be able to go on, and so may ranks of which none has moved.
-        if self.reader is not None and may_have_moved:
+        if self.reader is not None and others_may_go_on:
             self.failure = self.failure or failure
 
     def _notes(self, step: int | None = None) -> FailureNotes:
@@ -355,7 +386,7 @@ class Engine:
         if not text:
             return None
         error = RuntimeError(text)
-        self._fail(error, may_have_moved=True)
+        self._fail(error, others_may_go_on=True)
         return error
 
     def synchronize(self) -> None:

@@ -16,8 +16,8 @@ _FACTORYS = {"assign": assign, "gather": gather, "redistribute": redistribute}
 def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
     """A new reader; None if the user wrote the config from scratch, or for another framework."""
     is_elsewhere = "rank" in config.state and not dist.is_initialized()
-    moves_nothing = len(own_functions(config)) == 2
-    if not is_read_here(config.state) or (is_elsewhere and moves_nothing):
+    engine_moves_nothing = len(users_functions(config)) == 2
+    if not is_read_here(config.state) or (is_elsewhere and engine_moves_nothing):
         return None
     return new_reader(config.state, takes_stacks)
 
@@ -45,6 +45,6 @@ def is_from_factory(config: DistributedConfig, name: str) -> bool:
     return getattr(config, f"{name}_fn") is _FACTORYS[name]
 
 
-def own_functions(config: DistributedConfig) -> list[str]:
+def users_functions(config: DistributedConfig) -> list[str]:
     """Those of the two functions that move data which are not a factory's."""
     return [n for n in ("gather", "redistribute") if not is_from_factory(config, n)]

@@ -183,7 +183,7 @@ class Binder:
         return BoundBucket(
             preparations=preparations,
             batches=[self._bind_batch(bucket, batch) for batch in batches],
-            results=results,
+            packed_results=results,
             applied=self._updated(received + without_update),
             relayed=relayed,
         )

@@ -108,7 +108,7 @@ class Batch(NamedTuple):
     own: Sequence[Chunk]
     # From received packs to ``whole``.
     received: Copies
-    # From ``whole`` to the packs of the other holders.
+    # From ``whole`` to the packs of the other holders, and of this rank's relays.
     results: Copies
     # From ``whole`` to this rank's own regions of parameters.
     applied: Sequence[Chunk]
@@ -146,8 +146,8 @@ class BoundBucket(NamedTuple):
 
     preparations: Sequence[Preparation]
     batches: Sequence[Batch]
-    # The packed results of this rank's matrices, which are zeros for those that have no gradients.
-    results: Mapping[int, Sequence[Tensor]]
+    # Matrix index -> its packed results, which are zeros if it has no gradient.
+    packed_results: Mapping[int, Sequence[Tensor]]
     # From received packs to parameters; and contributions to a sum that receive no update but decay.
     applied: Sequence[Chunk]
     # From each relay's pack to parameters.

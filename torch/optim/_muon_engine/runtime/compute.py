@@ -71,6 +71,7 @@ class MuonCompute:
             self._transform(batch, present, inputs)
         else:
             batch.recording.run(partial(self._transform, batch, present, inputs))
+        # Here and not with the updates that arrive, because the next batch takes the memory of this one.
         self.progress.now = "apply", matrices
         if logs:
             self._log("apply", matrices)
@@ -92,7 +93,8 @@ class MuonCompute:
 
     def _blend(self, chunk: Chunk, inputs: StepInputs) -> None:
         """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
-        Without a gradient, that is momentum, so that the owner receives defined values.
+        Without a gradient, that is momentum, so that the owner receives defined values. Kernels take gradients into
+        momentum in the same pass.
         """
         momenta, gradients = [], []
         for matrix, region, _, is_whole in chunk.entries:
@@ -123,7 +125,7 @@ class MuonCompute:
             if matrix.is_orthogonalized(inputs):
                 present.append(place)
             else:
-                unsent += self.bound[bucket].results[matrix.index]
+                unsent += self.bound[bucket].packed_results[matrix.index]
         if unsent:
             torch._foreach_zero_(unsent)
         return present
@@ -143,7 +145,6 @@ class MuonCompute:
     ) -> None:
         """Replaces the momenta in ``batch.whole`` at the places ``present`` by their updates."""
         first = batch.matrices[0]
-        count = len(present)
         orthogonalize = partial(
             inputs.formulas[first.param_group].orthogonalize,
             in_graph=batch.in_graph,
@@ -153,14 +154,15 @@ class MuonCompute:
                 batch.whole[0], team_products=first.team_products, out=batch.whole[0]
             )
             return
-        # The first places, without gaps: the last matrices move there meanwhile.
-        gaps = sorted({*range(count)} - {*present})
-        fillers = [place for place in present if place >= count]
-        moved = [
-            (batch.whole[gap], batch.whole[filler])
-            for gap, filler in zip(gaps, fillers, strict=True)
-        ]
-        copy_all(moved)
+        count = len(present)
+        moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if count < len(batch.matrices):
+            # The first places, without gaps: the last matrices move there meanwhile.
+            gaps = sorted({*range(count)} - {*present})
+            fillers = [place for place in present if place >= count]
+            for gap, filler in zip(gaps, fillers, strict=True):
+                moved.append((batch.whole[gap], batch.whole[filler]))
+            copy_all(moved)
         whole = batch.whole[:count]
         if count == 1:
             orthogonalize(whole[0], out=whole[0])

@@ -90,7 +90,7 @@ class Executor:
                     bucket.start_gather()
                 elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
                     bucket.wait()
-                elif action is Action.ORTHOGONALIZE:
+                elif action is Action.COMPUTE:
                     compute.compute(bucket, item, inputs)
                 elif action is Action.SCATTER:
                     bucket.start_scatter()

@@ -119,7 +119,7 @@ class ParamInputs:
             self.problem = fitting.problem_with(tensor, gradient)
 
     @property
-    def moves(self) -> int:
+    def move_digest(self) -> int:
         """A digest of the placements that collectives of DTensor's must change; 0 for none."""
         return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
 
@@ -183,7 +183,7 @@ class StepInputs:
         self.problems: list[str] = []
         self.without_gradient: list[Param] = []
         # Parameter index -> the digest of its momentum's and gradient's placements, if collectives must change them.
-        self.moves: dict[int, int] = {}
+        self.move_digests: dict[int, int] = {}
         # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
         # Whether the executor works on a stream beside that of Newton-Schulz.
@@ -205,9 +205,9 @@ class StepInputs:
             if gradient is None:
                 self.without_gradient.append(param)
             is_as_needed = of_param.is_placed
-            moves = 0 if is_as_needed else of_param.moves
-            if moves:
-                self.moves[index] = moves
+            move_digest = 0 if is_as_needed else of_param.move_digest
+            if move_digest:
+                self.move_digests[index] = move_digest
             if formulas[param.param_group].flatten:
                 is_as_needed = False
             if not is_as_needed:

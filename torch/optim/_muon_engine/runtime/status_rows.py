@@ -25,12 +25,12 @@ class Header(IntEnum):
     MINUS_STEP = 1
     OPTIMIZER = 2
     MINUS_OPTIMIZER = 3
-    # A rank knows of a problem in another group.
+    # A rank knows of a problem, of its own or of another group.
     ELSEWHERE = 4
 
 
 class Column(IntEnum):
-    """The columns of a gradient's row. The first ones are those of Status."""
+    """The columns of a gradient's row. The first ones are those of Status, but for EMPTY, which says nothing."""
 
     PRESENT = 0
     ABSENT = 1
@@ -45,8 +45,8 @@ class Column(IntEnum):
 
 
 class StatusRows:
-    """This rank's rows, of which a step writes those that are different now. Matrices that have one gradient have one
-    row. ``serial`` is the number of this optimizer among those over the same ranks.
+    """This rank's rows, of which a step writes what is different now. Matrices that have one gradient have one row.
+    ``serial`` is the number of this optimizer among those over the same ranks.
     """
 
     def __init__(self, matrices: Sequence[LocalMatrix], serial: int) -> None:
@@ -64,25 +64,30 @@ class StatusRows:
         self.rows[0, Header.MINUS_OPTIMIZER] = -identity
         self.rows[1 : self.count, Column.PRESENT] = 1
         self._written = [Status.PRESENT] * len(self.gradients)
-        self._places_of_group = _places_of_groups(self.gradients)
+        self._places_of_param_group = _places_of_param_groups(self.gradients)
+        # Parameter group -> the digest of its options in its rows.
+        self._written_digests: dict[int, int] = {}
         # Whether the last step had all gradients. The first one may be of a rank that stores no element of some.
         self._is_complete = False
         # Whether a gradient or momentum of the last step had another placement than its parameter.
         self._has_moves = False
 
-    def write(self, step: int, inputs: StepInputs, differs: bool) -> None:
-        """Writes what this rank knows at the start of a step. It ``differs`` if it knows of a problem."""
+    def write(self, step: int, inputs: StepInputs, knows_of_problem: bool) -> None:
+        """Writes what this rank knows at the start of a step."""
         self.rows[0, Header.STEP] = step
         self.rows[0, Header.MINUS_STEP] = -step
-        self.rows[0, Header.ELSEWHERE] = differs
-        for param_group, places in self._places_of_group.items():
+        self.rows[0, Header.ELSEWHERE] = knows_of_problem
+        for param_group, places in self._places_of_param_group.items():
             digest = inputs.formulas[param_group].options_digest
-            self.rows[places, Column.OPTIONS] = digest
-            self.rows[places, Column.MINUS_OPTIONS] = -digest
+            # Without a schedule of the learning rate, it stays the same.
+            if digest != self._written_digests.get(param_group):
+                self._written_digests[param_group] = digest
+                self.rows[places, Column.OPTIONS] = digest
+                self.rows[places, Column.MINUS_OPTIONS] = -digest
         # The usual step has all gradients, and so has the same statuses as the last one.
         if not (inputs.is_complete and self._is_complete):
             self._write_statuses(inputs)
-        if inputs.moves or self._has_moves:
+        if inputs.move_digests or self._has_moves:
             self._write_moves(inputs)
 
     def _write_statuses(self, inputs: StepInputs) -> None:
@@ -102,9 +107,9 @@ class StatusRows:
 
     def _write_moves(self, inputs: StepInputs) -> None:
         """Writes which tensors must be brought to other placements."""
-        self._has_moves = bool(inputs.moves)
+        self._has_moves = bool(inputs.move_digests)
         digests = [
-            inputs.moves.get(of_gradient[0].param_index, 0)
+            inputs.move_digests.get(of_gradient[0].param_index, 0)
             for of_gradient in self.gradients
         ]
         moves = torch.tensor(digests, dtype=torch.int64, device="cpu")
@@ -120,7 +125,7 @@ def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
     return zlib.crc32(repr((serial, names)).encode())
 
 
-def _places_of_groups(
+def _places_of_param_groups(
     gradients: Sequence[Sequence[LocalMatrix]],
 ) -> dict[int, Tensor]:
     """Parameter group -> the places of its rows in the table."""

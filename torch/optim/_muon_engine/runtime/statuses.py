@@ -62,27 +62,28 @@ class Statuses(InFlight):
         self._table = torch.zeros_like(self._own.rows, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
-        if device.type != "cpu":
+        self._has_host_copy = device.type != "cpu"
+        if self._has_host_copy:
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
         # Fake tensors have no values.
         self._is_dry_run = is_dry_run()
         # Whether ranks differ, for the groups that overlap others.
         self._flag = torch.zeros(1, dtype=torch.int64, device=device)
-        # Whether this rank knew of a problem in the last step.
-        self._has_problem = False
-        # Whether the result in ``_host`` is unread.
-        self._is_new = False
+        # Whether this rank knew of a problem at the start of the last step.
+        self._knew_of_problem = False
+        # Whether nobody has read the result in ``_host``.
+        self._is_unread = False
         # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
         self._lacks_second = False
 
-    def start(self, step: int, inputs: StepInputs, differs: bool, awaits: bool) -> None:
-        """Starts the ``step``-th step's all-reduce. It ``differs`` if this rank knows of a problem: its own, or that of
-        a smaller group.
-        """
-        self._own.write(step, inputs, differs)
-        self._has_problem = differs or bool(inputs.problems)
-        if self._host is not self._table:
+    def start(
+        self, step: int, inputs: StepInputs, knows_of_problem: bool, awaits: bool
+    ) -> None:
+        """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group."""
+        self._own.write(step, inputs, knows_of_problem)
+        self._knew_of_problem = knows_of_problem
+        if self._has_host_copy:
             # The last result was read, so this memory is free. A copy from it does not wait.
             self._host.copy_(self._own.rows)
             self._table.copy_(self._host, non_blocking=True)
@@ -90,7 +91,7 @@ class Statuses(InFlight):
             self._table.copy_(self._own.rows)
         if self._replica_values is not None:
             self._replica_values.write(self._table, inputs)
-        self._is_new = True
+        self._is_unread = True
         self._lacks_second = awaits and len(self._table) > FIRST_ROWS
         self.reduce()
 
@@ -109,11 +110,11 @@ class Statuses(InFlight):
         """Starts the all-reduce of one integer that only groups that overlap others have."""
         self._reduce(self._flag)
 
-    def differs_elsewhere(self, is_known: bool) -> bool:
-        """Whether a rank of this group knows of a mismatch, as this one does if ``is_known``. Waits."""
+    def differs_elsewhere(self, knows_of_problem: bool) -> bool:
+        """Whether a rank of this group knows of a problem, as this one may. Waits."""
         if self._is_dry_run:
             return False
-        self._flag.fill_(is_known)
+        self._flag.fill_(knows_of_problem)
         self.reduce_flag()
         self.wait()
         return bool(self._flag)
@@ -126,10 +127,12 @@ class Statuses(InFlight):
             self._fetch()
 
     def _fetch(self) -> None:
-        """On accelerators, the host waits neither for the all-reduce nor for the copy of the result."""
-        is_new = bool(self.works) and not self._is_dry_run
+        """Waits for the all-reduces in flight, and brings their result to the host. On accelerators, the device waits and
+        not the host: neither for them nor for the copy.
+        """
+        was_in_flight = bool(self.works)
         self.wait()
-        if is_new and self._host is not self._table:
+        if was_in_flight and self._has_host_copy and not self._is_dry_run:
             self._host.copy_(self._table, non_blocking=True)
             # An event alone would record on the current device, which may be another one.
             stream = torch.accelerator.current_stream(self.device)
@@ -149,10 +152,10 @@ class Statuses(InFlight):
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
         ``inputs`` of that step, the text has this rank's options.
         """
-        if not self._is_new or self._is_dry_run:
+        if not self._is_unread or self._is_dry_run:
             return ""
-        self._is_new = False
-        if not self._lacks_second and not self._has_problem:
+        self._is_unread = False
+        if not self._lacks_second and not self._knew_of_problem:
             self._wait_for_result()
             count = self._own.count
             if torch.equal(self._host[:count], self._own.rows[:count]):
@@ -184,8 +187,8 @@ class SideChannel:
         self.device = device
         # All matrices that this rank shares.
         self.matrices: list[LocalMatrix] = []
-        for of_group in statuses:
-            self.matrices += of_group.matrices
+        for each in statuses:
+            self.matrices += each.matrices
         # Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step.
         self.awaits = True
 
@@ -201,8 +204,8 @@ class SideChannel:
         # The unusable gradient may be of a matrix that no other rank has.
         has_problem = bool(inputs.problems)
         for statuses in self.statuses:
-            differs = has_problem or bool(text)
-            statuses.start(step, inputs, differs, awaits)
+            knows_of_problem = has_problem or bool(text)
+            statuses.start(step, inputs, knows_of_problem, awaits)
             if awaits:
                 # It may launch a collective, so every rank calls it.
                 reason = statuses.mismatch(inputs)
@@ -212,8 +215,8 @@ class SideChannel:
         if not awaits:
             return text
         for statuses in reversed(self.statuses):
-            is_known = has_problem or bool(text)
-            if statuses.overlaps and statuses.differs_elsewhere(is_known):
+            knows_of_problem = has_problem or bool(text)
+            if statuses.overlaps and statuses.differs_elsewhere(knows_of_problem):
                 text = text or OTHER_GROUP
         return text
 

@@ -75,16 +75,16 @@ class InFlight:
         # The name of each for errors, its handle, and what refers to its memory until it is waited for.
         self.works: list[tuple[str, dist.Work, Any]] = []
 
-    def launch(self, name: str, start: Callable[..., Any], *memory: Any) -> None:
-        """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
+    def launch(self, name: str, start: Callable[..., Any], *arguments: Any) -> None:
+        """Calls ``start(*arguments)``. The tensors among these must not be touched until :meth:`wait`."""
         try:
-            work = start(*memory)
+            work = start(*arguments)
         except OWN_ERRORS:
             raise  # This rank's note tells the others.
         except RuntimeError as error:
             raise self._failed(name, error) from error
         if work is not None:
-            self.works.append((name, work, (start, memory)))
+            self.works.append((name, work, (start, arguments)))
 
     def wait(self) -> None:
         """Waits for all of them. Raises CollectiveError if one failed."""
@@ -218,11 +218,11 @@ def local_buckets(
             indices_of.setdefault(bucket.ranks, []).append(index)
     local: dict[int, LocalBucket] = {}
     for ranks, indices in indices_of.items():
-        packs = [schedule.packs(schedule.buckets[index], rank) for index in indices]
-        sizes = slot_sizes(packs, slot_count)
+        all_packs = [schedule.packs(schedule.buckets[index], rank) for index in indices]
+        sizes = slot_sizes(all_packs, slot_count)
         slots = [(memory.zeros(held), memory.zeros(owned)) for held, owned in sizes]
-        for index, of_bucket, slot in zip(indices, packs, itertools.cycle(slots)):
+        for index, packs, slot in zip(indices, all_packs, itertools.cycle(slots)):
             bucket = schedule.buckets[index]
             own = [matrices[matrix_index] for matrix_index in bucket.matrices]
-            local[index] = LocalBucket(bucket, own, of_bucket, slot, groups[ranks])
+            local[index] = LocalBucket(bucket, own, packs, slot, groups[ranks])
     return {index: local[index] for index in sorted(local)}

@@ -106,7 +106,8 @@ class Action(Enum):
 
     GATHER = "gather"
     AWAIT_GATHER = "wait for gather"
-    ORTHOGONALIZE = "orthogonalize"
+    # As profilers, errors and the simulator call it.
+    COMPUTE = "orthogonalize"
     SCATTER = "scatter"
     AWAIT_SCATTER = "wait for scatter"
     APPLY = "apply"
@@ -162,7 +163,7 @@ def local_order(
                 # No relay comes between the collectives of the owners of divided matrices.
                 if number >= work.divided and turns:
                     operations += turns.pop(0)
-                operations.append(LocalOperation(Action.ORTHOGONALIZE, bucket, batch))
+                operations.append(LocalOperation(Action.COMPUTE, bucket, batch))
             for turn in turns:
                 operations += turn
         elif phase is Phase.SCATTER:
