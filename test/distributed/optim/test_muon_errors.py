@@ -135,6 +135,16 @@ class TestMuonMistakes(MistakesTestCase):
                 pattern = f"{flag} {pattern}"
                 self.assertRefused(ValueError, pattern, distributed_config=config)
 
+    def test_functions_that_one_rank_replaced(self):
+        """It would call them for each matrix, while the others exchange buckets."""
+        for name in ("gather", "redistribute"):
+            with self.subTest(name=name):
+                config = create_dtensor_config()
+                if self.rank == 1:
+                    common_muon.wrap_functions(config, f"{name}_fn")
+                pattern = rf"functions of your own is \[\] on rank 0 and \['{name}'\]"
+                self.assertRefused(ValueError, pattern, distributed_config=config)
+
     def test_one_rank_with_a_destroyed_parameter(self):
         def change(pairs):
             destroyed = nn.Parameter(torch.ones(8, 8))

@@ -15,6 +15,7 @@ from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule import division
+from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -109,6 +110,20 @@ class TestMuonStepMistakes(MistakesTestCase):
         with self.everywhere(f"{found}"):
             # No phase was running any more.
             self.assertRegex(found[self.rank][1], "LookupError: late")
+
+    def test_an_error_before_a_gather_names_one_matrix(self):
+        """A CPU takes one matrix of a bucket after another. The other ranks fail, too, so none waits."""
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
+        twins.set_gradients()
+        error = ArithmeticError("no")
+        fails = mock.patch.object(
+            MuonFormulas, "accumulate", side_effect=[None, None, error]
+        )
+        with fails, self.assertRaises(ArithmeticError):
+            twins.optimizer.step()
+        with self.everywhere():
+            (note,) = error.__notes__
+            self.assertRegex(note, r"step 1: gather of parameter \d of shape \(8, 8\)$")
 
     def test_momentum_that_does_not_fit(self):
         pattern = r"parameter 0.*momentum buffer.*\(7, 8\)"

@@ -157,10 +157,11 @@ def _signatures(
     """The holders of each matrix, and the values that they compare."""
     config, per_node = setting.config, local_world_size()
     of_config = {
+        # Before the device, which follows from it.
+        "functions of your own": str(users_functions(config)),
         "device": setting.device.type if setting.is_packed else "",
         "prefetch_count": str(config.prefetch_count),
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
-        "functions of your own": str(users_functions(config)),
     }
     options: dict[int, dict[str, str]] = {}
     for param in setting.params:
