@@ -191,15 +191,15 @@ class TestMuonForms(OnCPU):
                     bound = twins.optimizer._engine._runner.compute.bound.values()
                     entries = copies = 0
                     for of_bucket in bound:
-                        chunks = [*of_bucket.applied]
+                        work = [*of_bucket.applied]
                         for preparation in of_bucket.preparations:
-                            chunks += preparation.chunks
+                            work += preparation.blended
                         for batch in of_bucket.batches:
-                            chunks += [*batch.own, *batch.applied]
+                            work += [*batch.own, *batch.applied]
                             copies += len(batch.received.targets) + len(
                                 batch.results.targets
                             )
-                        entries += sum(len(chunk.entries) for chunk in chunks)
+                        entries += sum(len(together.entries) for together in work)
                     found.append((entries, copies))
                 # Buckets may end at other heads.
                 few, many = found

@@ -1,6 +1,6 @@
 """Binds what stays the same between steps: when a step first needs its memory, and when options of batches change."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,13 @@ from ..layouts.local import local_part
 from ..schedule.packs import grouped
 from .bound import (
     Batch,
+    BlendedRegions,
     BoundBucket,
-    Chunk,
     Copies,
     Entry,
     Pair,
     Preparation,
+    UpdatedRegions,
 )
 from .joining import joined_entries, joined_pairs
 from .matrices import LocalMatrix
@@ -174,7 +175,7 @@ class Binder:
             if not matrix.receives:
                 for region in matrix.shard:
                     without_update.append(Entry(matrix, region, None))
-        relayed: dict[Any, Sequence[Chunk]] = {}
+        relayed: dict[Any, Sequence[UpdatedRegions]] = {}
         for relay in bucket.relays:
             if not relay.is_source:
                 received = _received(relay.matrices, relay.packed)
@@ -231,8 +232,8 @@ class Binder:
             in_graph=recording is not None,
         )
 
-    def _blended(self, entries: Sequence[Entry]) -> list[Chunk]:
-        """Chunks of momenta to blend with gradients, which some of them accumulate in the same pass."""
+    def _blended(self, entries: Sequence[Entry]) -> list[BlendedRegions]:
+        """The momenta to blend with gradients, which some of them accumulate in the same pass."""
 
         def accumulates(entry: Entry) -> bool:
             return entry.matrix.param_index in self._accumulating
@@ -242,63 +243,76 @@ class Binder:
             is_contiguous = entry.tensor.is_contiguous()
             return entry.matrix.param_group, accumulates(entry), is_contiguous
 
-        chunks = self._chunks(entries, kind_of)
-        if not self.is_cpu:
-            return [
-                chunk._replace(accumulates=accumulates(chunk.entries[0]))
-                for chunk in chunks
-            ]
-        return [
-            chunk._replace(scratch=self._scratch_for(chunk.entries[0]))
-            for chunk in chunks
-        ]
+        blended: list[BlendedRegions] = []
+        for together in self._taken_together(entries, kind_of):
+            first = together[0]
+            blended.append(
+                BlendedRegions(
+                    first.matrix.param_group,
+                    together,
+                    targets=[entry.tensor for entry in together],
+                    scratch=self._scratch_for(first) if self.is_cpu else None,
+                    accumulates=accumulates(first),
+                )
+            )
+        return blended
 
-    def _updated(self, entries: Sequence[Entry]) -> list[Chunk]:
-        """Chunks of parameters to update."""
+    def _updated(self, entries: Sequence[Entry]) -> list[UpdatedRegions]:
+        """The regions of parameters to update."""
 
         def kind_of(entry: Entry) -> Hashable:
             matrix = entry.matrix
-            stored = local_part(self._params[matrix.param_index].tensor)
+            stored = self._stored(entry)
             # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
             of_storage = stored.device, stored.dtype
             has_update = entry.tensor is not None
             return matrix.param_group, matrix.layout.full_shape, of_storage, has_update
 
-        return self._chunks(entries, kind_of)
+        updated: list[UpdatedRegions] = []
+        for together in self._taken_together(entries, kind_of):
+            first = together[0]
+            updates = None
+            if first.tensor is not None:
+                updates = [entry.tensor for entry in together]
+            matrix = first.matrix
+            updated.append(
+                UpdatedRegions(
+                    matrix.param_group, matrix.layout.full_shape, together, updates
+                )
+            )
+        return updated
 
-    def _chunks(
+    def _taken_together(
         self, entries: Sequence[Entry], kind_of: Callable[[Entry], Hashable]
-    ) -> list[Chunk]:
+    ) -> list[list[Entry]]:
         """Entries whose regions go into one foreach call: one by one on a CPU, and elsewhere up to ``PREPARED_BYTES``
-        of one kind.
+        of one kind. They know whether their regions are all that this rank stores of the parameters.
         """
-        lists: list[Sequence[Entry]] = []
         if self.is_cpu:
-            lists = [[entry] for entry in entries]
-        else:
-            sized = []
-            for entry in joined_entries(entries):
-                nbytes = entry.region.numel * entry.matrix.layout.dtype.itemsize
-                if entry.matrix.param_group in self._fused_groups:
-                    # All regions in one launch.
-                    nbytes = 0
-                sized.append((entry, kind_of(entry), nbytes))
-            for of_kind in grouped(sized, PREPARED_BYTES).values():
-                lists += of_kind
-        return [self._chunk(entries) for entries in lists]
+            return [[self._with_is_whole(entry)] for entry in entries]
+        sized: list[tuple[Entry, Hashable, int]] = []
+        for entry in joined_entries(entries):
+            nbytes = entry.region.numel * entry.matrix.layout.dtype.itemsize
+            if entry.matrix.param_group in self._fused_groups:
+                # All regions in one launch.
+                nbytes = 0
+            sized.append((self._with_is_whole(entry), kind_of(entry), nbytes))
+        together: list[list[Entry]] = []
+        for of_kind in grouped(sized, PREPARED_BYTES).values():
+            together += of_kind
+        return together
 
-    def _chunk(self, entries: Iterable[Entry]) -> Chunk:
-        """One chunk. Its entries know whether their regions are all that this rank stores of the parameters."""
-        known: list[Entry] = []
-        for entry in entries:
-            region = entry.region
-            stored = local_part(self._params[entry.matrix.param_index].tensor)
-            _, count, _ = region.repeat
-            is_whole = count == 1 and stored.shape == (region.height, region.width)
-            known.append(entry._replace(is_whole=is_whole))
-        first = known[0].matrix
-        tensors = [entry.tensor for entry in known]
-        return Chunk(first.param_group, first.layout.full_shape, known, tensors)
+    def _with_is_whole(self, entry: Entry) -> Entry:
+        region = entry.region
+        _, count, _ = region.repeat
+        is_one_block = count == 1
+        shape = region.height, region.width
+        is_whole = is_one_block and self._stored(entry).shape == shape
+        return entry._replace(is_whole=is_whole)
+
+    def _stored(self, entry: Entry) -> Tensor:
+        """What this rank stores of the parameter."""
+        return local_part(self._params[entry.matrix.param_index].tensor)
 
     def _scratch_for(self, entry: Entry) -> Tensor | None:
         """Memory for the blended momentum of a region. All regions use the same memory, one after another."""

@@ -27,35 +27,43 @@ class Entry(NamedTuple):
     is_whole: bool = False
 
 
-class Chunk(NamedTuple):
-    """Regions that foreach functions take together. Their matrices have one parameter group, and one shape if they are
-    to be updated.
-    """
+class BlendedRegions(NamedTuple):
+    """Regions of one parameter group whose momentum one foreach call blends with the gradients, into ``targets``."""
 
     param_group: int
-    # The whole matrix's, which scales the learning rate.
-    shape: tuple[int, ...]
     entries: list[Entry]
-    tensors: list[Any]
-    # On a CPU, memory for the blended momentum of its one entry; None for chunks to update.
+    targets: list[Tensor]
+    # On a CPU, memory for the result of the one entry.
     scratch: Tensor | None = None
     # Whether the gradients come into momentum here, in the same pass, and not before.
     accumulates: bool = False
 
-    def present(self, inputs: StepInputs) -> "Chunk":
+    def limited_to(self, entries: list[Entry]) -> "BlendedRegions":
+        """The same for some of the entries."""
+        return self._replace(entries=entries, targets=[e.tensor for e in entries])
+
+
+class UpdatedRegions(NamedTuple):
+    """Regions of one parameter group that one foreach call decays and updates. Their whole matrices have one ``shape``,
+    which scales the learning rate. Without ``updates``, they only decay.
+    """
+
+    param_group: int
+    shape: tuple[int, ...]
+    entries: list[Entry]
+    updates: list[Tensor] | None
+
+    def limited_to(self, entries: list[Entry]) -> "UpdatedRegions":
+        """The same for some of the entries."""
+        updates = None
+        if self.updates is not None:
+            updates = [entry.tensor for entry in entries]
+        return self._replace(entries=entries, updates=updates)
+
+    def present(self, inputs: StepInputs) -> "UpdatedRegions":
         """Those whose update this step applies."""
         entries = [entry for entry in self.entries if entry.matrix.applies(inputs)]
-        return self._replace(entries=entries, tensors=[e.tensor for e in entries])
-
-    def part(self, matrix_indices: Collection[int]) -> list["Chunk"]:
-        """The work on some matrices: one chunk, or none."""
-        entries = [
-            entry for entry in self.entries if entry.matrix.index in matrix_indices
-        ]
-        if not entries:
-            return []
-        tensors = [entry.tensor for entry in entries]
-        return [self._replace(entries=entries, tensors=tensors)]
+        return self.limited_to(entries)
 
 
 class Preparation(NamedTuple):
@@ -64,7 +72,7 @@ class Preparation(NamedTuple):
     matrices: Sequence[LocalMatrix]
     # Parameter group -> the parameters whose gradients come into momentum here.
     accumulated: Mapping[int, Sequence[int]]
-    chunks: Sequence[Chunk]
+    blended: Sequence[BlendedRegions]
 
 
 class Pair(NamedTuple):
@@ -105,13 +113,13 @@ class Batch(NamedTuple):
     # Of shape (matrices, rows, columns): the momenta, and then their updates.
     whole: Tensor
     # This rank's own regions, blended into ``whole``.
-    own: Sequence[Chunk]
+    own: Sequence[BlendedRegions]
     # From received packs to ``whole``.
     received: Copies
     # From ``whole`` to the packs of the other holders, and of this rank's relays.
     results: Copies
     # From ``whole`` to this rank's own regions of parameters.
-    applied: Sequence[Chunk]
+    applied: Sequence[UpdatedRegions]
     # The places of sums, whose contributions are added one after another.
     sums: Sequence[int]
     # A Recording, which repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
@@ -133,11 +141,15 @@ class Batch(NamedTuple):
         )
 
 
-def _parts(chunks: Sequence[Chunk], matrix_indices: Collection[int]) -> list[Chunk]:
-    """The work of ``chunks`` on some matrices."""
-    parts: list[Chunk] = []
-    for chunk in chunks:
-        parts += chunk.part(matrix_indices)
+def _parts(work: Sequence[Any], matrix_indices: Collection[int]) -> list[Any]:
+    """The blended or updated regions of some matrices."""
+    parts: list[Any] = []
+    for together in work:
+        entries = [
+            entry for entry in together.entries if entry.matrix.index in matrix_indices
+        ]
+        if entries:
+            parts.append(together.limited_to(entries))
     return parts
 
 
@@ -149,6 +161,6 @@ class BoundBucket(NamedTuple):
     # Matrix index -> its packed results, which are zeros if it has no gradient.
     packed_results: Mapping[int, Sequence[Tensor]]
     # From received packs to parameters; and contributions to a sum that receive no update but decay.
-    applied: Sequence[Chunk]
+    applied: Sequence[UpdatedRegions]
     # From each relay's pack to parameters.
-    relayed: Mapping[Any, Sequence[Chunk]]
+    relayed: Mapping[Any, Sequence[UpdatedRegions]]

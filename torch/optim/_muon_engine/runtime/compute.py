@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .bound import Batch, BoundBucket, Chunk
+from .bound import Batch, BlendedRegions, BoundBucket, UpdatedRegions
 from .executor import Progress
 from .matrices import LocalMatrix
 from .params import StepInputs
@@ -34,14 +34,14 @@ class MuonCompute:
         """Accumulates the gradients of the bucket's matrices, and packs this rank's shards for their owners. The shards
         of matrices that this rank owns do not travel: :meth:`compute` blends them into the whole matrix.
         """
-        for matrices, accumulated, chunks in self.bound[bucket].preparations:
+        for matrices, accumulated, blended in self.bound[bucket].preparations:
             self.progress.now = "gather", matrices
             for param_group, param_indices in accumulated.items():
                 inputs.accumulate(param_group, param_indices)
             if log.isEnabledFor(logging.DEBUG):
                 self._log("gather", matrices)
-            for chunk in chunks:
-                self._blend(chunk, inputs)
+            for together in blended:
+                self._blend(together, inputs)
 
     def compute(self, bucket: LocalBucket, batch: Batch, inputs: StepInputs) -> None:
         """Orthogonalizes ``batch``, packs the updates for their holders, and applies this rank's part."""
@@ -58,8 +58,8 @@ class MuonCompute:
         logs = log.isEnabledFor(logging.DEBUG)
         if logs:
             self._log("orthogonalize", matrices)
-        for chunk in batch.own:
-            self._blend(chunk, inputs)
+        for together in batch.own:
+            self._blend(together, inputs)
         for place in batch.sums:
             if place in present:
                 from .sums import add_contributions
@@ -91,16 +91,16 @@ class MuonCompute:
             self._log_received(relay, relay.packed, inputs)
         self._apply(self.bound[bucket].relayed.get(relay, ()), inputs)
 
-    def _blend(self, chunk: Chunk, inputs: StepInputs) -> None:
+    def _blend(self, together: BlendedRegions, inputs: StepInputs) -> None:
         """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
         Without a gradient, that is momentum, so that the owner receives defined values. Kernels take gradients into
         momentum in the same pass.
         """
         momenta, gradients = [], []
-        for matrix, region, _, is_whole in chunk.entries:
+        for matrix, region, _, is_whole in together.entries:
             of_param = inputs.params[matrix.param_index]
             momentum, gradient = of_param.momentum, of_param.gradient
-            if gradient is None and not chunk.accumulates:
+            if gradient is None and not together.accumulates:
                 gradient = momentum
             if not is_whole:
                 momentum = region.of_local(momentum)
@@ -108,12 +108,12 @@ class MuonCompute:
                     gradient = region.of_local(gradient)
             momenta.append(momentum)
             gradients.append(gradient)
-        formulas = inputs.formulas[chunk.param_group]
-        if chunk.accumulates:
-            formulas.accumulate_and_blend(momenta, gradients, chunk.tensors)
+        formulas = inputs.formulas[together.param_group]
+        if together.accumulates:
+            formulas.accumulate_and_blend(momenta, gradients, together.targets)
             return
-        blended = formulas.blend(momenta, gradients, chunk.scratch)
-        torch._foreach_copy_(chunk.tensors, blended)
+        blended = formulas.blend(momenta, gradients, together.scratch)
+        torch._foreach_copy_(together.targets, blended)
 
     def _present_places(
         self, bucket: LocalBucket, batch: Batch, inputs: StepInputs
@@ -170,25 +170,21 @@ class MuonCompute:
             orthogonalize(whole, out=whole)
         copy_all([(filler, gap) for gap, filler in moved])
 
-    def _apply(self, chunks: Sequence[Chunk], inputs: StepInputs) -> None:
+    def _apply(self, updated: Sequence[UpdatedRegions], inputs: StepInputs) -> None:
         """Decays regions of parameters, and updates those that have an update."""
-        for chunk in chunks:
+        for together in updated:
             if not inputs.is_complete:
-                chunk = chunk.present(inputs)
-            entries, tensors = chunk.entries, chunk.tensors
-            if not entries:
+                together = together.present(inputs)
+            if not together.entries:
                 continue
             local = []
-            for matrix, region, _, is_whole in entries:
+            for matrix, region, _, is_whole in together.entries:
                 part = inputs.params[matrix.param_index].local
                 local.append(part if is_whole else region.of_local(part))
-            updates = None
-            if tensors[0] is not None:
-                device = local[0].device
-                updates = tensors
-                if device != tensors[0].device:
-                    updates = [update.to(device) for update in tensors]
-            inputs.apply(chunk.param_group, chunk.shape, local, updates)
+            updates, device = together.updates, local[0].device
+            if updates is not None and device != updates[0].device:
+                updates = [update.to(device) for update in updates]
+            inputs.apply(together.param_group, together.shape, local, updates)
 
     def _log(self, phase: str, matrices: Iterable[LocalMatrix]) -> None:
         for matrix in matrices:
