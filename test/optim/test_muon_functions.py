@@ -3,6 +3,7 @@
 
 import functools
 import unittest
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -210,6 +211,25 @@ class TestUserFunctions(MuonTestCase):
                 self.assertIn("(2, 3)", str(seen.exception))
                 self.assert_same_bits([model.weight], [before])
                 self.assertNotIn("current_owner", config.state)
+
+    def test_an_error_keeps_no_whole_matrix(self):
+        """A user who catches it, and goes on without Muon, needs the memory."""
+        wholes = []
+
+        def gather(tensor, rank, state):
+            whole = tensor.clone()
+            wholes.append(weakref.ref(whole))
+            return whole
+
+        def redistribute(tensor, rank, state):
+            raise LookupError("no route")
+
+        config = local_config()
+        config.gather_fn, config.redistribute_fn = gather, redistribute
+        optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+        with self.assertRaisesRegex(LookupError, "no route"):
+            optimizer.step()
+        self.assertEqual([whole() for whole in wholes], [None, None])
 
     def test_state_after_a_step(self):
         config = local_config(state={"mine": 1})

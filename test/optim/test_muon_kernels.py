@@ -425,6 +425,18 @@ class TestFusedOption(TestCase):
                 self.assertFalse(formulas.has_kernels(torch.device("cpu")))
                 self.assertFalse(formulas.takes_kernels([param], [param]))
 
+    def test_a_single_process_takes_the_kernels(self):
+        kernels = mock.Mock()
+        param = nn.Parameter(torch.randn(4, 6))
+        param.grad = torch.randn(4, 6)
+        with (
+            mock.patch.object(MuonFormulas, "takes_kernels", lambda *_: True),
+            mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
+        ):
+            Muon([param], fused=True).step()
+        self.assertEqual(kernels.accumulate_and_blend.call_count, 1)
+        self.assertEqual(kernels.apply_updates.call_count, 1)
+
     def test_gradients_of_another_dtype_are_torchs(self):
         """The kernel would take them, and torch has an error for them."""
         kernels = mock.Mock()

@@ -60,6 +60,19 @@ class TestOwners(TestCase):
         # No optimizer was there before.
         self.assertEqual(assign_owners(layouts), [4, 6])
 
+    def test_equally_busy_ranks(self):
+        """The next matrix goes to the one that has received less so far."""
+        few, many = rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8)
+        upper, lower = rows_of((4, 4), 0, 2), rows_of((4, 4), 2, 4)
+        uneven, even = Shards((0, 1), (few, many)), Shards((0, 1), (upper, lower))
+        layouts = [
+            Layout(Key(0), (8, 8), torch.float32, uneven),
+            Layout(Key(1), (8, 8), torch.float32, uneven),
+            Layout(Key(2), (4, 4), torch.float32, even),
+        ]
+        # Rank 1 receives 8 elements, and rank 0 receives 56.
+        self.assertEqual(assign_owners(layouts), [1, 0, 1])
+
 
 class TestOrder(TestCase):
     """The order of a step, and each rank's part of it."""
