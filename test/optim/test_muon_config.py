@@ -232,6 +232,13 @@ class TestDistributedConfig(MuonTestCase):
                 step()
                 self.assertNotEqual(param.detach(), before)
 
+    def test_auto_is_the_factory_with_its_defaults(self):
+        muon = Muon(make_params((4, 4)), distributed_config="auto")
+        defaults = create_dtensor_config()
+        # An engine describes the parameters in its own config only.
+        muon._distributed_config.state["param_metadata"] = {}
+        self.assertEqual(muon._distributed_config, defaults)
+
     def test_groups_of_equal_shapes_keep_their_options(self):
         options = [
             {},

@@ -45,9 +45,9 @@ def fastest(
     coefficients: Sequence[Coefficients],
     eps: float,
     ns_algorithm: str,
-    team_products: Any = None,
-    out: Tensor | None = None,
-    in_graph: bool = False,
+    team_products: Any,
+    out: Tensor | None,
+    in_graph: bool,
 ) -> Tensor:
     """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
     if team_products is None and coefficients and not x.is_cpu:
