@@ -73,6 +73,14 @@ class TestOwners(TestCase):
         # Rank 1 receives 8 elements, and rank 0 receives 56.
         self.assertEqual(assign_owners(layouts), [1, 0, 1])
 
+    def test_parts_of_a_parameter_go_to_ranks_that_are_not_busy(self):
+        large, *heads = shards_of([(64, 64), (8, 8), (8, 8), (8, 8)], 4)
+        for number, head in enumerate(heads):
+            heads[number] = replace(head, key=Key(1, number))
+        large_owner, *owners = assign_owners([large, *heads], lambda group: 1)
+        self.assertEqual(large_owner, 1)
+        self.assertEqual(sorted(owners), [0, 2, 3])
+
 
 class TestOrder(TestCase):
     """The order of a step, and each rank's part of it."""
