@@ -141,6 +141,21 @@ class TestMuonDivided(OnCPU):
             layout = [strategy.cut(shape, 0) for shape, _ in TO_DIVIDE]
             self.check(layout, lambda: strategy.config(**groups), str(strategy))
 
+    def test_blocks_are_in_no_batch(self):
+        """Their owners compute together, so an owner takes its blocks of equal matrices one after another."""
+        values = []
+        for foreach in (False, True):
+            with small_ones_divided():
+                config = create_dtensor_config(owners_per_matrix=4)
+                # Three in each bucket.
+                placed = [Spec((32, 64), mesh_of(4), (S0,))] * 12
+                twins = Twins(placed, config, foreach=foreach)
+            for _ in range(2):
+                twins.step()
+            values.append([param.to_local().clone() for param in twins.params])
+        with self.everywhere():
+            self.assertEqual(*values, rtol=0, atol=0)
+
     def test_gram_matrices_by_kernels(self):
         """As on a GPU: in float32, where symmetric products are asked for."""
         kernels = mock.Mock()

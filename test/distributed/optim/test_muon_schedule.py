@@ -82,6 +82,12 @@ class TestOwners(TestCase):
         self.assertEqual(sorted(owners), [0, 2, 3])
 
 
+class TestBuckets(TestCase):
+    def test_numbers_of_buckets_to_try(self):
+        """The wanted number, then fewer, then a few more."""
+        self.assertEqual(buckets._counts_to_try(40, 38), [40, 39, 38, 43, 46])
+
+
 class TestOrder(TestCase):
     """The order of a step, and each rank's part of it."""
 
