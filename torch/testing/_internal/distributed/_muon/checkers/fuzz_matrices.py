@@ -250,8 +250,10 @@ class HeldMatrix(Share):
             if kind == "zero":
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
-        # A rank with an empty shard may have none, but all take part in a sum.
-        if local(gradient).numel() or kind == "summed" or (step + self.rank) % 2:
+        # A rank with an empty shard may have none, but all take part when a collective brings it to its placement. A
+        # replicated gradient may be empty, too.
+        moves = kind in ("summed", "replicated")
+        if local(gradient).numel() or moves or (step + self.rank) % 2:
             self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
