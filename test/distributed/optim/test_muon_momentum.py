@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts import fitting
 from torch.optim._muon_engine.runtime.params import ParamInputs
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
@@ -54,6 +55,17 @@ class TestMuonMomentum(common_muon.OnCPU):
         state["momentum_buffer"] = other
         with mock.patch.object(ParamInputs, "_take_others", side_effect=AssertionError):
             self.assertTrainsAlike(twins, 2)
+
+    def test_gradient_of_another_dtype_on_an_equal_mesh(self):
+        """No collective moves it to the parameter's mesh."""
+        spec = Spec((8, 6), mesh_of(4), (S0,))
+        param, gradient = place(full(0, (8, 6)), spec), place(full(1, (8, 6)), spec)
+        gradient = gradient.double()
+        gradient._spec = copy.copy(gradient._spec)
+        gradient._spec.mesh = copy.copy(spec.mesh)
+        with self.everywhere():
+            self.assertIsNot(gradient.device_mesh, param.device_mesh)
+            self.assertEqual(fitting.moves(param, None, gradient), 0)
 
     def test_gradients_of_another_dtype(self):
         """Momentum has the dtype of the gradients, on one process and on several."""
