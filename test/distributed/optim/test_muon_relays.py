@@ -77,6 +77,21 @@ class TestMuonReplicas(TestCase):
         relayed = {bucket.relayed for bucket in schedule.buckets}
         self.assertEqual(relayed, {True})
 
+    def test_a_relay_is_no_larger_than_its_limit(self):
+        layouts = shards_of([(8, 8)] * 64, 1, replicas=4)
+        with (
+            mock.patch.object(buckets, "MAX_REPLICAS", 1),
+            mock.patch.object(relays, "RELAY_BYTES", 300),
+        ):
+            schedule = make_schedule(layouts, assign_owners(layouts))
+            sizes = set()
+            for bucket in schedule.buckets:
+                for rank in range(4):
+                    for relay in schedule.relays(bucket, rank):
+                        sizes.add(relay.pack.nbytes)
+        # Two shards of 64 elements in bfloat16.
+        self.assertEqual(max(sizes), 256)
+
 
 class NoStream:
     """A stream of a device whose work is done at once."""
