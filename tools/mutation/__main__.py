@@ -132,14 +132,20 @@ def run_tests(root: Path, fault: Fault | None, tests: Sequence[str]) -> str:
             process.wait()
         printed.seek(0)
         output = printed.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)|^Timeout \(", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+)|^Timeout \(", output, re.MULTILINE)
     # 4: no such test, or none that can be imported; 5: no test at all.
     if failed is None and code in (4, 5):
         raise WrongTarget(f"pytest ended with {code}:\n{output[-3000:]}")
     if failed is not None:
-        # A name that is printed at once has a colon and the error after it.
-        return (failed[1] or "a hang").removesuffix(":")
+        return _test_in(failed[1], tests) if failed[1] else "a hang"
     return f"pytest ended with {code}" if code else ""
+
+
+def _test_in(line: str, tests: Sequence[str]) -> str:
+    """The test that a ``line`` begins with, before its error. Names may have spaces."""
+    begun = [test for test in tests if line.startswith(test)]
+    # A file that cannot be imported is no test, and has a colon after it.
+    return max(begun, key=len, default=line.split()[0].removesuffix(":"))
 
 
 if __name__ == "__main__":
