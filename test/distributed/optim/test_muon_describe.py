@@ -142,16 +142,18 @@ class TestMuonDescribe(OnCPU):
                 if takes_any:
                     param.grad_dtype = None
             muon = Muon(params, distributed_config="auto")
-            chunks = []
+            blended = []
             for bound in muon._engine._make_runner().compute.bound.values():
-                for part in (*bound.preparations, *bound.batches):
-                    chunks += getattr(part, "chunks", None) or getattr(part, "own", ())
+                for preparation in bound.preparations:
+                    blended += preparation.blended
+                for batch in bound.batches:
+                    blended += batch.own
             pointers = set()
-            for chunk in chunks:
-                if chunk.scratch is not None:
-                    pointers.add(chunk.scratch.data_ptr())
+            for together in blended:
+                if together.scratch is not None:
+                    pointers.add(together.scratch.data_ptr())
             with self.everywhere():
-                self.assertTrue(chunks)
+                self.assertTrue(blended)
                 self.assertEqual(len(pointers), count)
 
     def test_share_of_the_model(self):
