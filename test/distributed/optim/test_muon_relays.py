@@ -77,6 +77,14 @@ class TestMuonReplicas(TestCase):
         relayed = {bucket.relayed for bucket in schedule.buckets}
         self.assertEqual(relayed, {True})
 
+    def test_an_error_while_ranks_connect(self):
+        """It waits for what is in flight."""
+        runner = mock.Mock()
+        runner.memory.allocate.side_effect = MemoryError("too little")
+        with self.assertRaisesRegex(MemoryError, "too little"):
+            connect(runner)
+        runner.drain.assert_called_once_with()
+
     def test_a_relay_is_no_larger_than_its_limit(self):
         layouts = shards_of([(8, 8)] * 64, 1, replicas=4)
         with (
