@@ -180,11 +180,13 @@ def _state_of(overlay: Overlay, stock: files.Texts, head: files.Texts) -> files.
         expected = {rel: state.get(rel, stock[rel]) for rel in overlay.texts}
         return sum(text == head[rel] for rel, text in expected.items())
 
-    states = [overlay.texts]
+    states: list[files.Texts] = []
+    so_far: files.Texts = {}
     for brought in overlay.commits:
-        states.insert(1, {**(states[1] if len(states) > 1 else {}), **brought})
-    # The whole overlay comes first, and the later of two states.
-    return max(states, key=score)
+        so_far = {**so_far, **brought}
+        states.append(so_far)
+    # Of equal ones the first: the whole overlay, and then the later states.
+    return max([overlay.texts, *reversed(states)], key=score)
 
 
 def _commits_of(
