@@ -72,7 +72,7 @@ class Statuses(InFlight):
         self._flag = torch.zeros(1, dtype=torch.int64, device=device)
         # Whether this rank knew of a problem at the start of the last step.
         self._knew_of_problem = False
-        # Whether nobody has read the result in ``_host``.
+        # Whether the result in ``_host`` is unread.
         self._is_unread = False
         # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
         self._lacks_second = False
