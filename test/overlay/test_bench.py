@@ -1,4 +1,4 @@
-"""The bench runs, its figures are those of the arithmetic, and its simulation is that of real steps."""
+"""The bench runs, and its figures are those of the arithmetic."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
-from tools.bench import check, cli, fleet
+from tools.bench import cli
 
 
 TINY = ("--workloads", "tiny", "--world", "2", "--layouts")
@@ -31,7 +31,6 @@ def test_step(capsys, tmp_path):
     page = (tmp_path / "step.md").read_text()
     assert "python -m tools.bench step --workloads tiny" in page
     assert overview.strip() in page
-    assert cli.main(["splits", "--reps", "1"]) == 0
 
 
 def test_bytes_are_the_least(capsys):
@@ -45,16 +44,3 @@ def test_bytes_are_the_least(capsys):
     assert "1 allreduce" in calls
     assert table_of(printed, "allgather")[-1] == "6 all_gather_into_tensor"
     assert table_of(printed, "adamw")[0] == "0.000"
-
-
-@pytest.mark.parametrize(
-    ("settings", "work", "count"),
-    [(check.SETTINGS, check.work, 12), (check.RELAYED, check.work_relayed, 16)],
-    ids=["exchanges", "relays"],
-)
-def test_a_step_takes_no_less_than_simulated(settings, work, count):
-    """Newton-Schulz and the wire are sleeps, which other programs can only prolong."""
-    found = check.rows(settings, fleet.run(work, 1, check.WORLD, 300))
-    assert len(found) == count
-    for setting, measured, simulated in found:
-        assert measured > 0.99 * simulated, setting

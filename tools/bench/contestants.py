@@ -17,7 +17,7 @@ LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 OPTIONS = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 IMPLEMENTATIONS = {
     "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a, ours-p-a-foreach foreach=True, "
-    "ours-p-a-fused fused=True, ours-p-a-kept keep_buffers=True",
+    "ours-p-a-fused fused=True",
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
@@ -39,8 +39,6 @@ def make(
     if name.startswith("ours"):
         _, prefetch, *rest = name.split("-")
         config = laid.make_config(int(prefetch))
-        if "kept" in rest:
-            config.state["keep_buffers"] = True
         return Muon(
             laid.params,
             momentum=MOMENTUM,

@@ -1,20 +1,12 @@
 """The engine's internals that the bench reads. No other module here depends on their structure."""
 
 import functools
-import time
-import timeit
-from collections.abc import Callable
-from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
 from torch.optim._muon_reports import describe
 from torch.optim._muon_engine.layouts.layout import Region
 from torch.optim._muon_engine.schedule.schedule import Schedule
-
-from .layouts import local_of
 
 
 def all_to_alls(optimizer: Muon) -> list[tuple]:
@@ -82,95 +74,11 @@ def least_bytes(optimizer: Muon) -> int:
     return elements * ns.NS_DTYPE.itemsize
 
 
-def planning_and_packing(groups: list[dict], config: object) -> list[float]:
-    """CPU seconds of this thread, which leave out waits: to plan, and for a step without Newton-Schulz."""
-    began = time.thread_time()
-    muon = Muon(groups, distributed_config=config)
-    muon._engine._make_runner()
-    planned = time.thread_time() - began
-    with without_newton_schulz():
-        steps = timeit.repeat(muon.step, timer=time.thread_time, number=1)
-    return [planned, min(steps)]
-
-
-def without_newton_schulz() -> Any:
-    """A context in which a step has all but the products of Newton-Schulz."""
-
-    def identity(matrix: Tensor, *_: Any, **__: Any) -> Tensor:
-        return matrix
-
-    return mock.patch.object(_muon_formulas, "newton_schulz", identity)
-
-
-class _Batch(NamedTuple):
-    """Plain storage of parameters of one shape, and the matrices that a step orthogonalizes together."""
-
-    shape: tuple[int, ...]
-    params: list[Tensor]
-    grads: list[Tensor]
-    momenta: list[Tensor]
-    matrices: list[Tensor]
-
-    @classmethod
-    def of(
-        cls, optimizer: Muon, shape: tuple[int, ...], params: list[Tensor]
-    ) -> "_Batch":
-        momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
-        stored = [local_of(param) for param in params]
-        stack = torch.zeros_like(torch.stack(stored), dtype=ns.NS_DTYPE)
-        return cls(
-            shape,
-            stored,
-            [local_of(param.grad) for param in params],
-            [local_of(momentum) for momentum in momenta],
-            list(stack.unbind()),
-        )
-
-
-def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The passes of a step before and after Newton-Schulz over plain storage, in the batches of a step.
-
-    They have the phases of the formulas, and the copy to and from the batch.
-    """
-    (group,) = optimizer.param_groups
-    formulas = _muon_formulas.MuonFormulas.of_group(group)
-    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
-    for param in group["params"]:
-        shape = tuple(param.shape)
-        by_shape.setdefault(shape, []).append(param)
-    batches = []
-    for shape, params in by_shape.items():
-        size = batch_size(shape)
-        for first in range(0, len(params), size):
-            batch = params[first : first + size]
-            batches.append(_Batch.of(optimizer, shape, batch))
-
-    @torch.no_grad()
-    def before() -> None:
-        for batch in batches:
-            formulas.accumulate(batch.momenta, batch.grads)
-            blended = formulas.blend(batch.momenta, batch.grads)
-            torch._foreach_copy_(batch.matrices, list(blended))
-
-    @torch.no_grad()
-    def after() -> None:
-        for batch in batches:
-            step_size = formulas.step_size(batch.shape, batch.params[0].device)
-            formulas.apply(batch.params, batch.matrices, step_size)
-
-    return before, after
-
-
-def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:
-    """The tables of ``Muon.describe()`` on ``rank``, and the bytes of the buffers that it keeps."""
-    tables, memory = [], 0
-    names = [layout.key.short for layout in schedule.layouts]
-    # Without repetitions, in the order of buckets.
-    groups = dict.fromkeys(bucket.ranks for bucket in schedule.buckets)
-    for ranks in groups:
+def buffer_bytes(schedule: Schedule, rank: int, prefetch: int) -> int:
+    """The bytes of the buffers of ``rank`` in a step."""
+    memory = 0
+    for ranks in {bucket.ranks for bucket in schedule.buckets}:
         if rank in ranks:
-            lines = describe.table(schedule, ranks, rank, prefetch, names)
-            tables.append("\n".join(lines))
-            _, _, nbytes = describe.bytes_of(schedule, ranks, rank, prefetch)
-            memory += nbytes
-    return "\n\n".join(tables), memory
+            of_group = describe.bytes_of(schedule, ranks, rank, prefetch)
+            memory += of_group.memory
+    return memory

@@ -34,9 +34,6 @@ WORKLOADS: dict[str, list[Shape]] = {
     # A block's attention and feed-forward network. Models of 16 and 80 blocks have as many matrices.
     "small112": SMALL_BLOCK * 16,
     "small560": SMALL_BLOCK * 80,
-    "fused": [(1536, 1536)] * 8,  # for ``splits``
-    "square": [(64, 64)] * 16,  # for ``check``
-    "two": [(64, 64), (64, 96)] * 16,  # for ``check``: batches of two shapes
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
 }
 LAYOUTS = {

@@ -6,9 +6,7 @@ device is idle to another.
 
 import contextlib
 import gc
-import gzip
 import json
-import math
 import os
 import re
 import signal
@@ -19,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,21 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import _newton_schulz as ns, Muon
-from torch.optim._muon_engine.runtime.graphs import GraphMemory, Recording
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
-from torch.optim.muon import create_dtensor_config
-from torch.profiler import profile
 from tools.bench.models import MODELS
 
 from .. import contestants, engine_view, fleet, step, table, traffic
-from ..contestants import LR, MOMENTUM, WEIGHT_DECAY
 from ..layouts import Laid, lay, lay_plain, local_of
 from . import training as model
 
 
 ROOT = Path(__file__).parents[3]
 OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
-KEPT = f"{OURS}-fused-kept", f"{FUSED}-kept"
 OTHERS = "stock", "adamw", "fused"
 TEST_LIMIT = 90  # seconds of one test
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
@@ -218,11 +210,6 @@ def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
                     algorithm,
                 )
                 times[algorithm] = middle(call, device)
-                if device == "cuda":
-                    recording = Recording(GraphMemory(torch.device(device, 0)))
-                    repeat = partial(recording.run, partial(call, in_graph=True))
-                    repeat()
-                    times[f"{algorithm}, graph"] = middle(repeat, device)
             rows.append((shape, batch, times))
     return peak, rows
 
@@ -239,7 +226,7 @@ def _products(matrices: Tensor) -> None:
 def steps(machine: Machine) -> Found:
     ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
     fused = [f"{name}-fused" for name in ours]
-    ours += [*fused, *(f"{name}-kept" for name in fused)]
+    ours += fused
     texts, values = [], {}
     for layout in ("shard", "ddp"):
         job = machine.job(*ours, *OTHERS, layout=layout)
@@ -265,7 +252,7 @@ class Cost(NamedTuple):
 
 def costs(machine: Machine) -> Found:
     """Time of the host and memory in a step. A training loop waits until step() returns."""
-    job = machine.job(OURS, FUSED, *KEPT, *OTHERS)
+    job = machine.job(OURS, FUSED, *OTHERS)
     found, described = machine.run(_costs, job)[0]
     rows = []
     for name, cost in found.items():
@@ -374,7 +361,7 @@ def host(machine: Machine) -> Found:
 def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
     fsdp2 = lay(job.layout, job.workload, world, job.device)
     found: dict[str, Any] = {"matrices": len(fsdp2.params)}
-    found["FSDP2"] = _times_of((OURS, FUSED, *KEPT, *OTHERS), fsdp2, job)
+    found["FSDP2"] = _times_of((OURS, FUSED, *OTHERS), fsdp2, job)
     plain = lay_plain(job.workload, job.device)
     names = OURS, f"{OURS}-foreach", *OTHERS
     found["plain tensors, no config"] = _times_of(names, plain, job)
@@ -422,236 +409,19 @@ def _warm(job: step.Job, world: int) -> Muon:
     return muon
 
 
-def trace(machine: Machine) -> Found:
-    """One step of rank 0. Perfetto and chrome://tracing show the files."""
-    texts, values = [], {}
-    for name in (OURS, FUSED):
-        path = machine.folder / f"trace-{name}.json.gz"
-        machine.run(_trace, (machine.job(name), path))
-        of_step = _trace_of(path)
-        texts += [f"{path.name}: one step of rank 0", *of_step.texts]
-        values[name] = of_step.values
-        machine.tell(Found(texts, values))
-    return Found(texts, values)
-
-
-def _trace_of(path: Path) -> Found:
-    """The operations that took longest."""
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    texts, values = [], {}
-    # Launches, and the host's calls; on a CPU, the operations.
-    for kind in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op"):
-        counts, microseconds = Counter(), Counter()
-        for event in events:
-            if event.get("cat") == kind:
-                counts[event["name"]] += 1
-                microseconds[event["name"]] += event.get("dur", 0)
-        values[kind] = counts.total()
-        if not counts:
-            continue
-        rows = []
-        for name, duration in microseconds.most_common(10):
-            rows.append([name[:60], str(counts[name]), f"{duration / 1e3:.2f}"])
-        head = [f"{counts.total()} x {kind}", "count", "ms"]
-        texts.append(table.render(head, rows))
-    return Found(texts, values)
-
-
-def _trace(rank: int, world: int, job: Any) -> None:
-    job, path = job
-    muon = _warm(job, world)
-    with profile() as profiled:
-        muon.step()
-        fleet.synchronize(job.device)
-    if rank == 0:
-        profiled.export_chrome_trace(str(path))
-
-
-def graph(machine: Machine) -> Found:
-    """Replays of a step that a CUDA graph has recorded, against the step itself.
-
-    One rank, with buffers that stay and the learning rate as a tensor: a replay uses the memory of the recording.
-    """
-    texts, values = [], {}
-    if machine.device != "cuda":
-        texts.append("Only CUDA records graphs here. The steps ran instead.")
-    # The host decides about the first, and the device about the last.
-    for workload in dict.fromkeys([machine.workloads[0], machine.job().workload]):
-        job = machine.job()._replace(workload=workload)
-        (found,) = machine.run(_graph, job, 1)
-        title = f"{workload}, {found['parameters']} matrices"
-        head = [title, "step() returns, ms", "it is done, ms"]
-        rows = []
-        for how in ("step", "replay"):
-            times = [f"{1e3 * seconds:.2f}" for seconds in found[how]]
-            rows.append([how, *times])
-        texts.append(table.render(head, rows))
-        words = (
-            "Of {parameters} parameters, {equal} have the bits of steps without a graph, {moved} have moved, and "
-            "{moved_without_lr} move in a replay with a learning rate of 0."
-        )
-        texts.append(words.format(**found))
-        values[workload] = found
-        machine.tell(Found(texts, values))
-    return Found(texts, values)
-
-
-class Replay:
-    """A step as an optimizer: a recorded one on CUDA, and the step itself on other devices."""
-
-    def __init__(self, muon: Muon, device: str) -> None:
-        self.step: Callable[[], object] = muon.step
-        if device == "cuda":
-            recorded = torch.cuda.CUDAGraph()
-            # Threads of NCCL ask for events meanwhile.
-            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-                muon.step()
-            self.step = recorded.replay
-
-
-class Trained(NamedTuple):
-    """Parameters after steps, or after replays, and what they were before."""
-
-    starts: list[Tensor]
-    ends: list[Tensor]
-    times: tuple[float, float]
-    # With a learning rate of 0, one more step.
-    after_zero_lr: list[Tensor]
-
-
-def _trained(job: step.Job, world: int, how: str) -> Trained:
-    laid = lay(job.layout, job.workload, world, job.device)
-
-    def values() -> list[Tensor]:
-        return [local_of(param).clone() for param in laid.params]
-
-    starts = values()
-    lr = torch.tensor(LR, device=job.device)
-    muon = Muon(
-        laid.params,
-        lr=lr,
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        distributed_config=create_dtensor_config(keep_buffers=True),
-    )
-    with _side_stream(job.device):
-        for _ in range(WARM):
-            muon.step()
-    stepped = Replay(muon, job.device) if how == "replay" else muon
-    times = _host_and_device(stepped, job)
-    ends = values()
-    lr.zero_()
-    stepped.step()
-    fleet.synchronize(job.device)
-    return Trained(starts, ends, times, values())
-
-
-def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
-    expected = _trained(job, world, "step")
-    found = _trained(job, world, "replay")
-    count = len(found.starts)
-    equal = _number_of_equal(expected.ends, found.ends)
-    unmoved = _number_of_equal(found.starts, found.ends)
-    unmoved_without_lr = _number_of_equal(found.ends, found.after_zero_lr)
-    return {
-        "parameters": count,
-        "step": expected.times,
-        "replay": found.times,
-        "equal": equal,
-        "moved": count - unmoved,
-        "moved_without_lr": count - unmoved_without_lr,
-    }
-
-
-@contextlib.contextmanager
-def _side_stream(device: str) -> Iterator[None]:
-    """CUDA wants the steps before a recording on another stream than the default one."""
-    if device != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def _number_of_equal(tensors: list[Tensor], others: list[Tensor]) -> int:
-    pairs = zip(tensors, others, strict=True)
-    return sum(torch.equal(tensor, other) for tensor, other in pairs)
-
-
-def passes(machine: Machine) -> Found:
-    """The passes over memory of a step, against copies of a large tensor."""
-    job = machine.job(OURS)
-    copied = 2**30 if machine.gpus else 2**22
-    (found,) = machine.run(_passes, (job, copied), 1)
-    rate = found["bytes per second"]
-    rows = []
-    for name, (nbytes, seconds) in found["passes"].items():
-        limit = nbytes / rate
-        times = f"{1e3 * seconds:.3f}", f"{1e3 * limit:.3f}"
-        multiple = f"{seconds / limit:.2f}"
-        rows.append([name, f"{nbytes / 1e9:.3f}", *times, multiple])
-    head = [job.workload, "GB", "ms", "limit, ms", "x limit"]
-    text = f"Copies read and write {rate / 1e9:.0f} GB/s."
-    note = "GB: the least that must be read and written. The last row has everything but Newton-Schulz."
-    texts = [text, table.render(head, rows), note]
-    return Found(texts, found, {"memory_bandwidth": rate})
-
-
-def _copy_rate(size: int, device: str) -> float:
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = middle(lambda: target.copy_(source), device)
-    # It reads and writes each byte.
-    return 2 * size / seconds
-
-
-def _passes(rank: int, world: int, job: Any) -> dict[str, Any]:
-    job, size = job
-    rate = _copy_rate(size, job.device)
-    laid = lay(job.layout, job.workload, world, job.device)
-    muon = contestants.make(job.names[0], laid)
-    muon.step()  # makes all state
-    before, after = engine_view.passes(muon)
-    elements = sum(map(math.prod, laid.shapes))
-    # Reads gradients and momentum, writes momentum and a bfloat16 matrix.
-    least_before = elements * (3 * 4 + 2)
-    # Reads parameters and a bfloat16 update, writes parameters.
-    least_after = elements * (2 * 4 + 2)
-    found = {
-        "before": (least_before, middle(before, job.device)),
-        "after": (least_after, middle(after, job.device)),
-    }
-    with engine_view.without_newton_schulz():
-        seconds = middle(muon.step, job.device)
-    found["step"] = least_before + least_after, seconds
-    return {"bytes per second": rate, "passes": found}
-
-
-# Ranks of which the page estimates the share that is left of a step.
-MORE_RANKS = 8, 64
-
-
 def training(machine: Machine) -> Found:
-    """What the optimizers' step is of a training step, and what more ranks under FSDP2 would leave of it."""
+    """What the optimizers' step is of a training step."""
     size, repetitions = (model.BILLION, 3) if machine.gpus else (model.TINY, 1)
     job = size, (OURS, FUSED, "stock", "fused"), machine.device, repetitions
     found = machine.run(model.train, job)[0]
     rows = []
     for name, by_tokens in found.items():
         for tokens, (of_training, of_optimizers) in by_tokens.items():
-            rest = of_training - of_optimizers
             cells = [name, f"{tokens}", f"{1e3 * of_training:.1f}"]
             cells += [
                 f"{1e3 * of_optimizers:.1f}",
                 f"{of_optimizers / of_training:.1%}",
             ]
-            for ranks in MORE_RANKS:
-                left = _left_by(ranks, of_optimizers, name)
-                cells.append(f"{left / (left + rest):.1%}")
             rows.append(cells)
     head = [
         "optimizers",
@@ -660,36 +430,11 @@ def training(machine: Machine) -> Found:
         "optimizers, ms",
         "share",
     ]
-    head += [f"{ranks} ranks" for ranks in MORE_RANKS]
     note = (
         "Forward and backward in bfloat16, with compiled blocks. fused is AdamW for all parameters; the others have it for those "
-        "that are no matrices. The last columns are estimates: the measured seconds of the optimizers, those of the host "
-        "included, divided by the ranks (stock: not divided), and the simulated transfers of Muon added."
+        "that are no matrices."
     )
     return Found([table.render(head, rows), note], found)
-
-
-def _left_by(ranks: int, seconds: float, name: str) -> float:
-    """The seconds of the optimizers with ``ranks`` under FSDP2, if those of one rank are ``seconds``."""
-    if name == "stock":
-        # Every rank orthogonalizes every matrix.
-        return seconds
-    if name == "fused":
-        return seconds / ranks
-    # The simulator needs NumPy.
-    from ..scale.cases import Case
-    from ..scale.hardware import Hardware
-    from ..scale.plan import make_plan
-    from ..scale.report import schedule_of
-    from ..scale.timeline import simulate
-
-    hardware = Hardware()
-    schedule = schedule_of(Case("Llama 3.2 1B", "fsdp", ranks), hardware)
-    plan = make_plan(schedule, ranks, hardware.gpus_per_node)
-    # What the transfers add to the products.
-    endless = replace(hardware, intra_bandwidth=1e18, inter_bandwidth=1e18)
-    transfers = simulate(plan, hardware).seconds - simulate(plan, endless).seconds
-    return seconds / ranks + transfers
 
 
 def exchange(machine: Machine) -> Found:
@@ -869,9 +614,6 @@ STAGES: dict[Callable[[Machine], Found], float] = {
     costs: 50,
     host: 70,
     waits: 30,
-    trace: 40,
-    graph: 60,
-    passes: 40,
     training: 150,
     exchange: 50,
     tests: 200,

@@ -2,11 +2,9 @@
 optimizer calls, and not from the least that must be read and written.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 from torch.optim._newton_schulz_kernels import form_of
-from torch.optim._newton_schulz_variants import uses_gram
 from tools.bench.models import Shape
 
 from ..engine_view import batch_size
@@ -19,8 +17,6 @@ class Options(NamedTuple):
     algorithm: str = "quintic"
     fused: bool = False
     prefetch: int = 1
-    # Owners of each matrix that is divided.
-    owners: int | str = 1
 
 
 DEFAULT = Options()
@@ -40,46 +36,19 @@ class Work(NamedTuple):
         return flops / hardware.flops + self.nbytes / hardware.memory_bandwidth
 
 
-class MatrixKind(NamedTuple):
-    """Matrices whose Newton-Schulz takes the same time: of one shape, each divided among ``owners``."""
-
-    shape: Shape
-    owners: int = 1
-
-
-@cache
-def batch_seconds(
-    kind: MatrixKind,
-    count: int,
-    algorithm: str,
-    hardware: Hardware,
-    in_graph: bool = False,
-) -> tuple[float, ...]:
-    """Seconds of one owner for each batch of its ``count`` matrices, or for each of its blocks of matrices. The collectives
-    of divided matrices come on top. A CUDA graph takes the kernels for smaller matrices.
-    """
-    if kind.owners > 1:
-        return (block_work(kind, algorithm).seconds(hardware),) * count
-    size = batch_size(kind.shape, algorithm)
+def newton_schulz_seconds(
+    shape: Shape, count: int, algorithm: str, hardware: Hardware
+) -> float:
+    """Seconds of one owner for ``count`` matrices, in the batches of a step."""
+    size = batch_size(shape, algorithm)
     full_batches, remaining = divmod(count, size)
-    seconds: tuple[float, ...] = ()
+    seconds = 0.0
     for matrices, batches in ((size, full_batches), (remaining, 1)):
         if matrices and batches:
-            form = form_of(kind.shape, matrices, algorithm, in_graph)
-            of_matrix = matrix_work(kind.shape, form).seconds(hardware)
-            seconds += (matrices * of_matrix,) * batches
+            form = form_of(shape, matrices, algorithm)
+            of_matrix = matrix_work(shape, form).seconds(hardware)
+            seconds += batches * matrices * of_matrix
     return seconds
-
-
-def newton_schulz_seconds(
-    kind: MatrixKind,
-    count: int,
-    algorithm: str,
-    hardware: Hardware,
-    in_graph: bool = False,
-) -> float:
-    """The sum of :func:`batch_seconds`."""
-    return sum(batch_seconds(kind, count, algorithm, hardware, in_graph))
 
 
 def matrix_work(shape: Shape, form: str) -> Work:
@@ -101,28 +70,6 @@ def matrix_work(shape: Shape, form: str) -> Work:
     return Work(5 * wide, 5 * (wide + square), nbytes)
 
 
-def block_work(kind: MatrixKind, algorithm: str) -> Work:
-    """Five iterations on one of the blocks of a divided matrix. The kernels make only its Gram matrices."""
-    short, long = sorted(kind.shape)
-    block = short * long // kind.owners
-    wide = 2 * short * block
-    square = 2 * short**3 // kind.owners
-    nbytes = 6 * block
-    grams, other_wides, squares = 5, 5, 5
-    if uses_gram(kind.shape, algorithm, is_cpu=False):
-        grams, other_wides, squares = 2, 2, 14
-    else:
-        # The bases of the products with the block are copied.
-        nbytes += 5 * 4 * block
-    # A sum of Gram matrices in float32 becomes bfloat16.
-    nbytes += grams * 6 * short**2
-    plain = other_wides * wide + squares * square
-    if algorithm != "quintic":
-        return Work(plain, grams * wide, nbytes)
-    # Products by torch become float32 for the sum.
-    return Work(plain + grams * wide, 0, nbytes + grams * 6 * short**2)
-
-
 class Passes(NamedTuple):
     """Bytes that the operations around Newton-Schulz read and write for an element. Weights, gradients and momentum are in
     float32, updates in bfloat16.
@@ -139,21 +86,13 @@ class Passes(NamedTuple):
 FOREACH = Passes(accumulate=12, blend=18, apply=26)
 # The kernels of ``fused=True``. Together with the first one, the blend has only bfloat16 to write.
 FUSED = Passes(accumulate=12, blend=2, apply=10)
-# What an owner receives is copied to whole matrices, and results are copied to what it sends.
+# An owner copies received shards to whole matrices, and results to what it sends.
 PACK = 4
 # Fused AdamW reads and writes a weight and two moments, and reads the gradient, all in float32.
 ADAMW = 7 * 4
-# What an optimizer keeps of an element between steps.
+# The bytes that an optimizer keeps of an element between steps.
 MUON_STATE, ADAMW_STATE = 4, 8
-# A weight, its gradient and its momentum.
-TRAINING_BYTES = 3 * 4
 
 
 def passes_of(options: Options) -> Passes:
     return FUSED if options.fused else FOREACH
-
-
-def least_seconds(shape: Shape, options: Options, hardware: Hardware) -> float:
-    """What one matrix takes at least, in whatever batch."""
-    forms = {"", form_of(shape, 2**20, options.algorithm)}
-    return min(matrix_work(shape, form).seconds(hardware) for form in forms)

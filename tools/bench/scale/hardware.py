@@ -4,19 +4,16 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from torch.optim._muon_engine.schedule import division
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes; FLOP/s, bytes/s and seconds. The planner's "auto" has the same links.
+    """A cluster of equal nodes; FLOP/s, bytes/s and seconds.
 
     Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in products of
     Newton-Schulz, and at ``training_utilization`` in forward and backward. A symmetric product by the kernels takes
     ``symmetric`` of a product's time in an iteration. Copies read and write ``memory_bandwidth`` together. These are of
     an H100 (docs/data/h100-gpu.md): products alone got 0.69 and 0.72 in two runs, and 0.74 in the trace of a step.
-    docs/data/measured.md says how well they predict its steps.
-    ``memory``: bytes of a GPU.
     Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
     Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
     Latencies: those of NCCL's own model (src/graph/tuning.cc) for a hop of a ring of small messages.
@@ -27,10 +24,9 @@ class Hardware:
     training_utilization: float = 0.4
     symmetric: float = 0.78
     memory_bandwidth: float = 3.0e12
-    memory: float = 80e9
-    intra_bandwidth: float = division.NODE
-    inter_bandwidth: float = division.NETWORK
-    intra_latency: float = division.LATENCY
+    intra_bandwidth: float = 450e9
+    inter_bandwidth: float = 50e9
+    intra_latency: float = 0.47e-6
     inter_latency: float = 2.7e-6
     gpus_per_node: int = 8
 
