@@ -136,7 +136,6 @@ class TestDistributedConfig(MuonTestCase):
                 config = make()
                 is_dtensor = make is create_dtensor_config
                 self.assertIs(config.state["is_dtensor"], is_dtensor)
-                self.assertEqual(config.state["owners_per_matrix"], 1)
                 params = make_params((3, 4), (4, 3))
                 before = set(config.state)
                 self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})

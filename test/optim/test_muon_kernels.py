@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import _newton_schulz_kernels as forms, Muon
 from torch.optim._muon_formulas import MuonFormulas
-from torch.optim._newton_schulz import newton_schulz, Products
+from torch.optim._newton_schulz import newton_schulz
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS
 from torch.testing._internal.two_tensor import TwoTensor
@@ -155,21 +155,6 @@ class TestFormsOfNewtonSchulz(TestCase):
                 ),
             ):
                 self.assertEqual(forms.form_of(shape, 1, algorithm), expected)
-        with mock.patch.object(forms, "_LEAST_FLOPS_IN_GRAPHS", 4 * long):
-            for expected, matrices in (("gram", 4), ("", 3)):
-                with self.subTest(matrices=matrices):
-                    found = forms.form_of((1024, 1536), matrices, "gram", True)
-                    self.assertEqual(found, expected)
-
-    def test_smaller_ones_in_graphs(self):
-        for expected, shape, matrices in (
-            ("symmetric", (2048, 2048), 1),
-            ("gram", (1024, 4096), 4),
-            ("", (1024, 1024), 1),
-        ):
-            with self.subTest(shape=shape, matrices=matrices):
-                found = forms.form_of(shape, matrices, "gram", in_graph=True)
-                self.assertEqual(found, expected)
 
     def test_no_form_without_a_gpu(self):
         """Nor for what is not on the GPU of this machine."""
@@ -185,13 +170,13 @@ class TestFormsOfNewtonSchulz(TestCase):
                 ):
                     self.assertEqual(forms.form_for(x, algorithm), "")
 
-    def form_on_gpu(self, x, algorithm="gram", kernels=True, graph=False):
+    def form_on_gpu(self, x, algorithm="gram", kernels=True):
         """On a GPU with kernels or without, for a tensor that has no elements."""
         with (
             mock.patch.object(forms, "Tensor", FakeTensor),
             mock.patch.object(forms, "has_kernels", lambda device: kernels),
         ):
-            return forms.form_for(x, algorithm, graph)
+            return forms.form_for(x, algorithm)
 
     def test_forms_on_a_gpu(self):
         def empty(*shape):
@@ -210,9 +195,7 @@ class TestFormsOfNewtonSchulz(TestCase):
             # Every other column.
             strided = torch.empty_strided(x.shape, (28672, 2), device="cuda")
             self.assertEqual(self.form_on_gpu(strided), "")
-            small = empty(2048, 2048)
-            self.assertEqual(self.form_on_gpu(small), "")
-            self.assertEqual(self.form_on_gpu(small, graph=True), "symmetric")
+            self.assertEqual(self.form_on_gpu(empty(2048, 2048)), "")
             # Autograd and compilers do not see through the kernels. Nor do wrappers of tensors take them.
             self.assertEqual(self.form_on_gpu(x.requires_grad_()), "")
             x = x.detach()
@@ -225,53 +208,16 @@ class TestFormsOfNewtonSchulz(TestCase):
         x = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
         out = torch.empty_like(x)
         with (
-            mock.patch.object(forms, "form_for", lambda x, algorithm, _: algorithm),
+            mock.patch.object(forms, "form_for", lambda x, algorithm: algorithm),
             mock.patch.object(forms, "orthogonalized") as taken,
         ):
             found = newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", out=out)
             self.assertIs(found, taken.return_value)
             taken.assert_called_once_with(x, [COEFFICIENTS] * 2, 1e-7, "gram", out)
-            # Not without steps, with a block's own products, or on a CPU.
+            # Not without steps, or on a CPU.
             newton_schulz(x, COEFFICIENTS, 0, 1e-7, "gram")
-            newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram", team_products=Products)
             newton_schulz(torch.randn(8, 16), COEFFICIENTS, 2, 1e-7, "gram")
             self.assertEqual(taken.call_count, 1)
-
-    def test_gram_matrices_of_blocks(self):
-        """Of a divided matrix, whose short side all owners have."""
-        for expected, shape, algorithm in (
-            (True, (256, 8), "symmetric"),
-            (True, (256, 1000), "gram"),
-            (False, (256, 8), "quintic"),
-            # Few rows, more elements than 32 bits count, and rows of other than 16 bytes.
-            (False, (248, 1000), "gram"),
-            (False, (46344, 8), "gram"),
-            (False, (260, 1000), "gram"),
-            (False, (256, 1004), "gram"),
-        ):
-            with (
-                self.subTest(shape=shape, algorithm=algorithm),
-                mock.patch.object(forms, "_products_take", lambda block: True),
-            ):
-                block = torch.empty(shape, device="meta")
-                self.assertEqual(forms.takes_gram(block, algorithm), expected)
-
-    def test_graphs_reach_the_choice_of_a_form(self):
-        x = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
-        seen = []
-
-        def form_for(x, algorithm, in_graph):
-            seen.append(in_graph)
-            return ""
-
-        formulas = MuonFormulas.of_group(Muon([torch.ones(2, 2)]).param_groups[0])
-        formulas = formulas._replace(ns_algorithm="gram")
-        with mock.patch.object(forms, "form_for", form_for):
-            for in_graph in (True, False):
-                formulas.orthogonalize(x, in_graph=in_graph)
-            formulas.orthogonalize(x)
-            newton_schulz(x, COEFFICIENTS, 2, 1e-7, "gram")
-        self.assertEqual(seen, [True, False, False, False])
 
     def test_kernels_launch_on_the_device_of_the_matrix(self):
         x, devices = torch.ones(8, 16), []

@@ -274,15 +274,9 @@ class MuonFormulas(NamedTuple):
             return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
-    def orthogonalize(
-        self,
-        blended: Tensor,
-        team_products: Any = None,
-        out: Tensor | None = None,
-        in_graph: bool = False,
-    ) -> Tensor:
+    def orthogonalize(self, blended: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
-        given. ``out`` may be ``blended`` itself. ``team_products`` and ``in_graph`` are as in :func:`newton_schulz`.
+        given. ``out`` may be ``blended`` itself.
         """
         update = newton_schulz(
             blended.to(NS_DTYPE),
@@ -290,9 +284,7 @@ class MuonFormulas(NamedTuple):
             self.ns_steps,
             self.eps,
             ns_algorithm=self.ns_algorithm,
-            team_products=team_products,
             out=out,
-            in_graph=in_graph,
         )
         # Copying a transposed update once is faster than copying each region of it.
         return update if out is None or update is out else out.copy_(update)

@@ -269,7 +269,6 @@ def symmetric_product(
     beta: float = 1,
     alpha: float = 1,
     diagonal: float = 0,
-    dtype: torch.dtype | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Returns ``beta * base + alpha * left @ right.mT``, with ``diagonal`` added to its diagonal. This must be symmetric:
@@ -282,7 +281,6 @@ def symmetric_product(
         beta (float, optional): factor of ``base`` (default: 1)
         alpha (float, optional): factor of the product (default: 1)
         diagonal (float, optional): added in float32 (default: 0)
-        dtype (torch.dtype, optional): the result's; None means that of ``left`` (default: None)
         tiles (Tiles, optional): None means those for the GPU and the shape (default: None)
     """
     *_, side, inner = left.shape
@@ -298,7 +296,7 @@ def symmetric_product(
     )
     # None, if there is one part.
     cut = matrices * tiles_of_matrix - whole
-    out = left.new_empty(*left.shape[:-1], side, dtype=dtype or left.dtype)
+    out = left.new_empty(*left.shape[:-1], side)
     partial, arrivals = out, out
     if parts > 1:
         elements = cut * parts * tiles.side**2

@@ -95,19 +95,12 @@ class Products:
     ``gram`` and ``combine`` are symmetric.
     """
 
-    # The whole matrix's shape, if a rank has only a block of it.
-    shape: Sequence[int] | None = None
     # The Frobenius norm of a matrix.
     norm: Any = staticmethod(torch.Tensor.norm)
     # A matrix times its transpose.
     gram: Any = staticmethod(torch.mm)
     # ``beta * base + alpha * left @ right``.
     combine: Any = staticmethod(torch.addmm)
-
-    @classmethod
-    def for_algorithm(cls, ns_algorithm: str) -> Any:
-        """The same, but for an algorithm that takes others."""
-        return cls
 
 
 def _norms(x: Tensor) -> Tensor:
@@ -134,31 +127,19 @@ def newton_schulz(
     ns_steps: int,
     eps: float,
     ns_algorithm: str = "quintic",
-    team_products: Any = None,
     out: Tensor | None = None,
-    in_graph: bool = False,
 ) -> Tensor:
     """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It writes only
     to ``out``, which may be ``x`` itself: the result is there, or is another tensor.
     ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of ``ns_steps`` iterations. ``eps``
-    is a lower bound of the norm that divides ``x``. With ``team_products``, those of all owners of a divided matrix,
-    ``x`` is a block of it. ``in_graph`` tells that a CUDA graph will repeat the launches, so that their number matters
-    less.
+    is a lower bound of the norm that divides ``x``.
     """
     coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
     is_large = min(x.shape[-2:]) >= MIN_SYMMETRIC
-    if is_large or ns_algorithm != "quintic" or team_products is not None:
+    if is_large or ns_algorithm != "quintic":
         from ._newton_schulz_variants import fastest
 
-        return fastest(
-            x,
-            coefficients,
-            eps,
-            ns_algorithm,
-            team_products=team_products,
-            out=out,
-            in_graph=in_graph,
-        )
+        return fastest(x, coefficients, eps, ns_algorithm, out)
     return quintic(x, coefficients, eps, out=out)
 
 
@@ -175,7 +156,7 @@ def quintic(
     if products is None:
         products = Products if x.ndim == 2 else BatchProducts
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-    rows, columns = products.shape or x.shape[-2:]
+    rows, columns = x.shape[-2:]
     is_tall = rows > columns
     keeps_layout = is_tall and has_fast_layouts(x)
     if is_tall:

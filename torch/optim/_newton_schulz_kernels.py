@@ -24,20 +24,16 @@ _GRAM_SCALE = _ITERATE_SCALE**2
 
 
 # Multiplications and additions of an iteration by torch's products. The host takes longer to launch Triton's products
-# than a GPU to compute fewer of them by torch's. The Gram form has more and smaller products. A CUDA graph needs no
-# host. Measured on an H100 (docs/data/h100-gpu.md).
+# than a GPU to compute fewer of them by torch's. The Gram form has more and smaller products. Measured on an H100 (docs/data/h100-gpu.md).
 _LEAST_FLOPS = 160e9
 _LEAST_FLOPS_OF_GRAM_FORM = 240e9
-_LEAST_FLOPS_IN_GRAPHS = 30e9
 # The kernels count the elements of a Gram matrix with 32 bits.
 _MOST_ROWS = 46_340
 # A tile has 128 rows. With few of them, their triangle is hardly smaller than the square.
 _LEAST_ROWS = 256
 
 
-def form_of(
-    shape: Sequence[int], matrices: int, ns_algorithm: str, in_graph: bool = False
-) -> str:
+def form_of(shape: Sequence[int], matrices: int, ns_algorithm: str) -> str:
     """How a GPU with the kernels orthogonalizes ``matrices`` of ``shape``: in the form "gram" or "symmetric", by
     symmetric products; or "", by torch's, if these are faster.
     """
@@ -45,30 +41,20 @@ def form_of(
     if ns_algorithm == "quintic" or not _tiles_fit(short, long):
         return ""
     flops = matrices * short**2 * (4 * long + 2 * short)
-    if flops < (_LEAST_FLOPS_IN_GRAPHS if in_graph else _LEAST_FLOPS):
+    if flops < _LEAST_FLOPS:
         return ""
     is_long = long >= GRAM_LONG_BY_SHORT * short
-    if ns_algorithm == "gram" and is_long:
-        if in_graph or flops >= _LEAST_FLOPS_OF_GRAM_FORM:
-            return "gram"
+    if ns_algorithm == "gram" and is_long and flops >= _LEAST_FLOPS_OF_GRAM_FORM:
+        return "gram"
     return "symmetric"
 
 
-def form_for(x: Tensor, ns_algorithm: str, in_graph: bool = False) -> str:
+def form_for(x: Tensor, ns_algorithm: str) -> str:
     """The form that Triton's symmetric products take for ``x``, a matrix or a batch; "" if torch's products are for it."""
     if ns_algorithm == "quintic" or not _products_take(x):
         return ""
     matrices = len(x) if x.ndim == 3 else 1
-    return form_of(x.shape[-2:], matrices, ns_algorithm, in_graph)
-
-
-def takes_gram(block: Tensor, ns_algorithm: str) -> bool:
-    """Whether Triton makes the Gram matrix of the rows of a ``block`` of a divided matrix."""
-    if ns_algorithm == "quintic" or not _products_take(block):
-        return False
-    rows, columns = block.shape
-    # One launch takes the place of several products and their sum, so that small ones are faster, too.
-    return _tiles_fit(rows, columns)
+    return form_of(x.shape[-2:], matrices, ns_algorithm)
 
 
 def _tiles_fit(rows: int, columns: int) -> bool:

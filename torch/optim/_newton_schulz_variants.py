@@ -45,23 +45,17 @@ def fastest(
     coefficients: Sequence[Coefficients],
     eps: float,
     ns_algorithm: str,
-    team_products: Any,
     out: Tensor | None,
-    in_graph: bool,
 ) -> Tensor:
     """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
-    if team_products is None and coefficients and not x.is_cpu:
+    if coefficients and not x.is_cpu:
         from . import _newton_schulz_kernels as kernels
 
-        form = kernels.form_for(x, ns_algorithm, in_graph)
+        form = kernels.form_for(x, ns_algorithm)
         if form:
             return kernels.orthogonalized(x, coefficients, eps, form, out)
-    if team_products is None:
-        products = products_for(x, ns_algorithm)
-    else:
-        products = team_products.for_algorithm(ns_algorithm)
-    shape = products.shape or x.shape[-2:]
-    if uses_gram(shape, ns_algorithm, x.is_cpu):
+    products = products_for(x, ns_algorithm)
+    if uses_gram(x.shape[-2:], ns_algorithm, x.is_cpu):
         return _gram_form(x, coefficients, eps, products)
     return quintic(x, coefficients, eps, products, out)
 
@@ -161,33 +155,25 @@ def products_for(x: Tensor, ns_algorithm: str) -> Any:
 
 
 def newton_schulz_bytes(
-    shape: Sequence[int],
-    ns_algorithm: str = "quintic",
-    owners: int = 1,
-    is_cpu: bool = True,
+    shape: Sequence[int], ns_algorithm: str = "quintic", is_cpu: bool = True
 ) -> int:
-    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices. Each of several
-    ``owners`` has a block of the matrix, and whole Gram matrices.
-    """
+    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices."""
     short, long = sorted(shape)
-    square, block = short * short, short * long // owners
-    elements = 3 * block + 2 * square
+    square, whole = short * short, short * long
+    elements = 3 * whole + 2 * square
     may_use_gram = uses_gram(shape, ns_algorithm, is_cpu)
     if not is_cpu and ns_algorithm == "gram":
         # By kernels, if the GPU has them.
         may_use_gram = long >= GRAM_LONG_BY_SHORT * short
     if may_use_gram:
-        elements = max(3 * block + square, 2 * block + 5 * square)
-    if owners > 1:
-        # The sum of Gram matrices is in float32.
-        elements = max(elements, 2 * block + 4 * square)
+        elements = max(3 * whole + square, 2 * whole + 5 * square)
     return elements * NS_DTYPE.itemsize
 
 
 def _gram_form(
     x: Tensor, coefficients: Sequence[Coefficients], eps: float, products: Any
 ) -> Tensor:
-    rows, columns = products.shape or x.shape[-2:]
+    rows, columns = x.shape[-2:]
     is_tall = rows > columns
     if is_tall:
         x = x.mT

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from itertools import starmap
 from types import MappingProxyType
-from typing import Any, Literal, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch.optim._muon import Muon
 from torch.optim._muon_engine.config import DistributedConfig
@@ -107,8 +107,6 @@ DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
 def create_dtensor_config(
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
-    owners_per_matrix: int | Literal["auto"] = 1,
-    keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
 
@@ -116,15 +114,6 @@ def create_dtensor_config(
 
     Args:
         async_gpu_parallelism, prefetch_count (optional): see :class:`DistributedConfig` (default: True, 1)
-        owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
-            together, for fewer matrices than ranks. "auto" chooses up to 64 neighbouring ranks, of one
-            node or of whole nodes, for the matrices of each shape, by the FLOPs and links of H100s;
-            :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single process. A config
-            with a function of yours has one owner per matrix (default: 1)
-        keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
-            at the same addresses. CPUs always do. NVIDIA GPUs then also repeat Newton-Schulz as CUDA
-            graphs, which spares the host most of its launches, and keep the memory of its iterates
-            (default: False)
 
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
@@ -133,9 +122,7 @@ def create_dtensor_config(
     # These modules import torch.distributed, as this one must not.
     from torch.optim._muon_engine.factory import factory_config
 
-    return factory_config(
-        {}, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
-    )
+    return factory_config({}, async_gpu_parallelism, prefetch_count)
 
 
 def create_auto_config(
@@ -156,8 +143,6 @@ def create_auto_config(
     pp_stage_id: int | None = None,
     pp_num_stages: int | None = None,
     module: nn.Module | None = None,
-    owners_per_matrix: int | Literal["auto"] = 1,
-    keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
@@ -190,8 +175,6 @@ def create_auto_config(
         pp_process_group, pp_stage_id, pp_num_stages (optional): kept in ``state``. Stages share no matrix
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
-        owners_per_matrix (optional): as in :func:`create_dtensor_config` (default: 1)
-        keep_buffers (optional): as in :func:`create_dtensor_config` (default: False)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
@@ -228,14 +211,7 @@ def create_auto_config(
         "pp_num_stages": pp_num_stages,
         "module": module,
     }
-    return group_config(
-        state,
-        tp_dim,
-        async_gpu_parallelism,
-        prefetch_count,
-        owners_per_matrix,
-        keep_buffers,
-    )
+    return group_config(state, tp_dim, async_gpu_parallelism, prefetch_count)
 
 
 def detect_tp_dims_from_model(

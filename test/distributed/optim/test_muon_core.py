@@ -27,7 +27,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
-# Process groups beyond the mesh's, FSDP1, the user's functions, relays, two levels, divided matrices, splits, and texts.
+# Process groups beyond the mesh's, FSDP1, the user's functions, relays, splits, and texts.
 FEATURES = (
     "functional",
     "functions",
@@ -42,14 +42,9 @@ FEATURES = (
     "layouts.pieces",
     "layouts.round_trip",
     "layouts.tp_dims",
-    "runtime.divided",
-    "runtime.levels",
-    "runtime.relay_stream",
     "runtime.relays",
     "runtime.sums",
     "schedule.assignments",
-    "schedule.division",
-    "schedule.levels",
     "schedule.relays",
     "schedule.runs",
 )

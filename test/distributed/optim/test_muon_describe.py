@@ -16,9 +16,6 @@ from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
-from torch.testing._internal.distributed._muon.common_divided import (
-    small_ones_divided,
-)
 from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     OnCPU,
@@ -44,7 +41,6 @@ class TestMuonDescribe(OnCPU):
             muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
             page = muon.describe()
         self.assertIn("relayed along replicas", page)
-        self.assertNotIn("owners_per_matrix", page)
         self.assertNotIn("keeps 0 MiB", page)
         # Each row has MiB sent and received after matrices, TFLOP and times the mean.
         rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
@@ -212,34 +208,6 @@ class TestMuonDescribe(OnCPU):
         for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
             with self.subTest(phase=phase):
                 self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
-
-    def test_divided_matrices(self):
-        placed = common_muon.specs(mesh_of(4), [(S0,)], [(128, 300), (160, 160)])
-        with small_ones_divided():
-            for number, words in (
-                (2, "parameter 0 1/2"),
-                (1, r'is 1; "auto" would have \d for \d+ x \d+'),
-                ("auto", r"owners_per_matrix has \d for \d+ x \d+"),
-            ):
-                with self.subTest(number=number):
-                    config = create_dtensor_config(owners_per_matrix=number)
-                    muon = common_muon.Twins(placed, config).optimizer
-                    self.assertRegex(muon.describe(), words)
-
-    def test_divided_matrices_of_each_group(self):
-        """The line about the ranks of a group has neither the matrices of others nor frozen ones."""
-        placed = [
-            common_muon.Spec((32, 32), mesh_of(4), (S0,)),
-            common_muon.Spec((48, 48), mesh_of(4), (S0,)),
-            common_muon.Spec((64, 64), None, None),
-        ]
-        with small_ones_divided():
-            twins = common_muon.Twins(placed)
-            twins.params[1].requires_grad_(False)
-            config = create_dtensor_config()
-            page = Muon(twins.params, distributed_config=config).describe()
-        found = re.findall(r'"auto" would have (.*?)\.', page)
-        self.assertEqual(found, ["4 for 32 x 32"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule import division
 from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
@@ -349,22 +348,6 @@ class TestMuonFusedGradients(common_muon.OnCPU):
                 )
         columns = {"sizes": (2, 2, 2, 2), "dim": 1}
         self.assertRefusedWithoutGradient(Spec((16, 8), mesh_of(4), (S1,)), columns)
-
-    def test_divided_matrix(self):
-        """So was each block of a divided matrix."""
-        config = create_dtensor_config(owners_per_matrix=4)
-        with mock.patch.object(division, "MIN_DIVIDED", 4):
-            spec = Spec((16, 8), mesh_of(4), (S0,))
-            param = parameter(spec)
-            optimizer = Muon([param], distributed_config=config)
-            param.grad = torch.ones_like(param)
-            if self.rank == 1:
-                param.grad = None
-            before = snapshot([param])
-            step = optimizer.step
-            self.assertRaisesEverywhere(step, RuntimeError, "some have none")
-            with self.everywhere():
-                self.assertEqual(snapshot([param]), before)
 
     def test_no_rank_has_one(self):
         spec = Spec((16, 8), mesh_of(4), (S0,))

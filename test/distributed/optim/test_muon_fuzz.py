@@ -472,9 +472,7 @@ def plans(draw):
         "MAX_BUCKETS": draw(st.integers(1, 4)),
         "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
         "MAX_REPLICAS": draw(one_of(4, 1, 2)),
-        "MAX_PEERS": draw(one_of(512, 512, 1, 2)),
         "RELAY_BYTES": draw(one_of(2**20, 40)),
-        "node": draw(one_of(4, 1, 2)),
         "late": draw(one_of(None, None, None, 0, 2)),
     }
     named = draw(st.booleans())

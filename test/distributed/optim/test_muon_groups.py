@@ -90,7 +90,7 @@ class TestMuonGroups(GroupParity):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
         twins.set_gradients()
         with torch.device("meta"):
-            config = create_auto_config(owners_per_matrix="auto")
+            config = create_auto_config()
             twins.optimizer = Muon(twins.params, distributed_config=config)
             twins.optimizer.step()
         twins.single.step()

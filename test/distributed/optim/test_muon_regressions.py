@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Muon
 from torch.optim._muon_engine.process_groups import counters_of
-from torch.optim._muon_engine.schedule import division
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
@@ -49,13 +48,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
 STEPS, OPTIMIZERS = (3000, 500) if os.environ.get("MUON_TEST_LONG") == "1" else (20, 20)
 # After that many of them, everything that is made once exists.
 WARM = 10
-
-
-def divided_twins():
-    """Twins of one matrix that four ranks orthogonalize together."""
-    config = create_dtensor_config(owners_per_matrix=4)
-    with mock.patch.object(division, "MIN_DIVIDED", 16):
-        return Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
 
 
 def failures(named):
@@ -266,24 +258,6 @@ class TestMuonRegressions(common_muon.OnCPU):
                     step = Twins(specs(mesh_of(4), [(S0,)])).optimizer.step
                     with mock.patch("torch.distributed.all_to_all_single", **failing):
                         self.assertRaisesEverywhere(step, kind, pattern)
-
-    def test_own_error_in_a_divided_matrix(self):
-        """It was told as another rank's, too."""
-        failing = "torch.optim._muon_engine.runtime.divided.products_for"
-        with mock.patch(failing, side_effect=RuntimeError("no workspace")):
-            step = divided_twins().optimizer.step
-            self.assertRaisesEverywhere(step, RuntimeError, "^no workspace")
-
-    def test_errors_of_the_collectives_of_a_divided_matrix(self):
-        """A backend's error names the matrix; an own error remains as it is."""
-        # By the name that this version of torch has for it.
-        newer, older = "all_gather_single", "all_gather_into_tensor"
-        gather = newer if hasattr(dist, newer) else older
-        named = "the Newton-Schulz, with .*0.*among ranks .*failed.*: of a backend"
-        for error, kind, pattern in failures(named):
-            step = divided_twins().optimizer.step
-            with mock.patch.object(dist, gather, side_effect=error):
-                self.assertRaisesEverywhere(step, kind, pattern)
 
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""

@@ -7,7 +7,7 @@ No rule needs an accelerator, nor other processes: each rank plays its part alon
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -31,7 +31,7 @@ from torch.testing._internal.distributed._muon.checkers.ranks import (
     Program,
     Rank,
 )
-from torch.testing._internal.distributed._muon.checkers.recorder import Call, Recorder
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_muon import local
 
 
@@ -40,9 +40,7 @@ FOUR = (0, 1, 2, 3)
 FIVE = (0, 1, 2, 3, 4)
 EIGHT = (0, 1, 2, 3, 4, 5, 6, 7)
 # Matrices are small, and so are the limits that large ones reach.
-DIVIDED = (("MIN_DIVIDED", 16),)
 RELAYED = (("MAX_REPLICAS", 1), ("RELAY_BYTES", 100), ("MAX_BUCKETS", 3))
-IN_LEVELS = (("MAX_PEERS", 1), ("MAX_BUCKETS", 3))
 # A group of five ranks, and one of three of them.
 GROUPS = (
     PlacedMatrices(FIVE, shape=(32, 32), count=3),
@@ -66,30 +64,12 @@ PROGRAMS = {
         ),
     ),
     "groups": Program(5, GROUPS),
-    "groups, divided": Program(5, GROUPS, owners=3, limits=DIVIDED),
-    "divided": Program(
-        4, (PlacedMatrices(FOUR, (0,), (24, 20), 3),), owners=2, limits=DIVIDED
-    ),
     "relayed": Program(5, (PlacedMatrices(FIVE, count=8),), limits=RELAYED),
     # Ranks have other relays of a bucket, and so one relay at different places. Some are among all ranks.
     "relays of two kinds": Program(6, MIXED),
-    "levels": Program(
-        4, (PlacedMatrices(FOUR, (0,), (12, 8), 8),), node=2, limits=IN_LEVELS
+    "relayed, sharded": Program(
+        8, (PlacedMatrices(EIGHT, ("R", 0), count=24, sizes=(2, 4)),), limits=RELAYED
     ),
-    "levels, relayed": Program(
-        8,
-        (PlacedMatrices(EIGHT, ("R", 0), count=8, sizes=(2, 4)),),
-        node=2,
-        limits=(*RELAYED, *IN_LEVELS),
-    ),
-    # A scatter starts while the relay stream awaits the one before, whose memory it takes.
-    "levels, relayed, several buckets": Program(
-        8,
-        (PlacedMatrices(EIGHT, ("R", 0), count=24, sizes=(2, 4)),),
-        node=2,
-        limits=(*RELAYED, *IN_LEVELS),
-    ),
-    # Some ranks apply relayed updates before any of their own, and some after. Each stream needs a step size of its own.
     "relayed, one owner at a time": Program(
         5,
         (PlacedMatrices(FIVE, count=8),),
@@ -125,32 +105,15 @@ def programs(draw):
         "MAX_BUCKETS": draw(one_of(4, 1, 2)),
         "BUCKET_BYTES": draw(one_of(2**20, 100, 1000)),
         "MAX_REPLICAS": draw(one_of(1, 2, 4)),
-        "MAX_PEERS": draw(one_of(512, 1)),
         "RELAY_BYTES": draw(one_of(2**20, 40)),
-        "MIN_DIVIDED": draw(one_of(16, 1)),
     }
     return Program(
         world,
         tuple(placed),
         prefetch=draw(one_of(1, 0, 2, 3)),
-        owners=draw(one_of(3, 2, 1)),
         parallel=draw(one_of(True, True, True, False)),
-        node=draw(one_of(1, 2, 3)),
         limits=tuple(limits.items()),
     )
-
-
-class StreamsOfWork(Accelerator):
-    """Notes on which streams each operation runs, by its name."""
-
-    def __init__(self):
-        super().__init__()
-        self.streams = defaultdict(set)
-
-    def accessed(self, work, reads, writes, queue, *needs):
-        super().accessed(work, reads, writes, queue, *needs)
-        if not isinstance(work, Call):
-            self.streams[work.__name__.split(".")[0]].add(queue)
 
 
 def step_of(program, number, recorder, device="cpu"):
@@ -246,7 +209,7 @@ class RulesTestCase(TestCase):
 
 
 # The numbers of prefetched buckets with which a program runs on a CPU; one by default.
-PREFETCH_COUNTS = {"relayed": (0, 1, 2, 3), "divided": (0, 1, 2, 3)}
+PREFETCH_COUNTS = {"relayed": (0, 1, 2, 3), "sharded": (0, 1, 2, 3)}
 LETTERS = {"launch": "l", "wait": "w"}
 
 
@@ -290,7 +253,7 @@ class TestMuonRules(RulesTestCase):
         self.check(play(program))
         self.check(play(program, Accelerator, LAZY))
 
-    @fuzz(12, one_of("levels", "levels, relayed", "groups, divided"), st.data())
+    @fuzz(12, one_of("sharded", "relayed, sharded", "groups"), st.data())
     def test_a_rank_that_stumbles(self, name, data):
         """It launches nothing more, and frees no memory before those who use it are done."""
         program = PROGRAMS[name]._replace(options=(("foreach", True),))
@@ -312,10 +275,10 @@ class TestMuonRules(RulesTestCase):
     def test_host_and_first_use(self):
         """Nothing waits, the fourth step launches what the third did, and no communicator is new."""
         for name, lr, number in (
-            ("groups, divided", 0.02, 1),
-            ("groups, divided", 0.02, 4),
-            ("levels, relayed", "on the device", 1),
-            ("levels, relayed", "on the device", 7),
+            ("groups", 0.02, 1),
+            ("groups", 0.02, 4),
+            ("relayed, sharded", "on the device", 1),
+            ("relayed, sharded", "on the device", 7),
         ):
             program = PROGRAMS[name]._replace(options=(("lr", lr),))
             with self.subTest(name, rank=number):
@@ -329,15 +292,6 @@ class TestMuonRules(RulesTestCase):
                 _, _, third, fourth = operations
                 self.assertEqual(third, fourth)
                 self.assertEqual(accelerator.problems, [])
-
-    def test_relays_have_a_stream_of_their_own(self):
-        """Newton-Schulz does not wait for what other ranks relay, because its stream has no part in it."""
-        for name, has_two in (("relayed", True), ("sharded", False)):
-            with self.subTest(name):
-                streams = step_of(PROGRAMS[name], 1, StreamsOfWork(), LAZY).streams
-                products, updates = streams["mm"], streams["add_"]
-                self.assertEqual(len(products), 1)
-                self.assertEqual(len(updates - products), int(has_two))
 
     def test_offloaded(self):
         """Momentum stays with its parameter on the host, and nothing but copies between devices waits."""
@@ -386,7 +340,7 @@ class TestMuonRules(RulesTestCase):
         self.assertEqual(second, ["launch", "launch", "wait", "wait"])
 
     def test_no_storage_of_mps_is_resized(self):
-        memory = Memory(torch.device("mps"), keep=False)
+        memory = Memory(torch.device("mps"))
         memory._storages.append((mock.Mock(nbytes=lambda: 8, resize_=None), 8))
         self.assertFalse(memory.frees_between_steps)
         # The mock would not take a call.
@@ -465,7 +419,6 @@ class TestMuonRules(RulesTestCase):
         """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
         replicated = PlacedMatrices(FIVE, shape=(512, 512), count=12)
         sharded = PlacedMatrices(FOUR, (0,), (1024, 512), 8)
-        divided = PlacedMatrices(FOUR, (0,), (2048, 2048), 2)
         # Regions of this dtype take more than Newton-Schulz.
         wide = PlacedMatrices(FOUR, shape=(256, 512), dtype=torch.float64)
         # To round updates in bfloat16, several tensors of the size of the matrix were made.
@@ -473,17 +426,11 @@ class TestMuonRules(RulesTestCase):
         for name, program in (
             ("sharded", Program(4, (sharded,))),
             ("replicated", Program(5, (replicated,))),
-            ("divided", Program(4, (divided,), owners=2)),
             ("wide", Program(4, (wide,))),
             ("rounded", Program(4, (rounded,))),
         ):
             with self.subTest(name):
                 self.check_memory(program, most=1.05)
-        twelve = sharded._replace(count=12)
-        with self.subTest("levels"):
-            # Gathers may have ended before most memory is needed.
-            program = Program(4, (twelve,), node=2, limits=IN_LEVELS)
-            self.check_memory(program, most=1.18)
 
 
 class TestMuonBrokenRules(RulesTestCase):
@@ -636,10 +583,6 @@ class TestMuonBrokenRules(RulesTestCase):
             self.assertEqual(accelerator.peak, 8000)
             del another, kept
             self.assertEqual(accelerator.live, 0)
-        program = Program(4, (PlacedMatrices(FOUR, (0,), (1024, 512), 8),))
-        with Rank(program, 1, LAZY) as rank, Accelerator() as accelerator:
-            rank.build(keep_buffers=True)
-            self.assertGreater(accelerator.live, 2**20)
 
     def test_broken_streams(self):
         def waits_for_no_one(rank, groups):

@@ -111,26 +111,6 @@ class TestOrder(TestCase):
                 order = step_order(groups, prefetch_count, one_at_a_time)
                 self.assertEqual(" ".join(map(str, order)), expected)
 
-    def test_early_buckets(self):
-        """Their updates are applied before the next bucket's COMPUTE, in which their relays run."""
-        for groups, early, expected in (
-            (
-                "aaaa",
-                [0, 1, 2, 3],
-                "G0 G1 C0 S0 G2 A0 C1 S1 G3 A1 C2 S2 A2 C3 S3 A3 R3",
-            ),
-            ("aaa", [1], "G0 G1 C0 S0 G2 C1 S1 A0 A1 C2 S2 A2 R2"),
-            ("aaa", [0], "G0 G1 C0 S0 G2 A0 C1 S1 C2 S2 A1 R1 A2 R2"),
-            (
-                "abab",
-                [0, 2],
-                "G0 G2 G1 G3 C0 S0 C1 S1 A0 C2 S2 C3 S3 A1 A2 R2 R1 A3 R3",
-            ),
-        ):
-            with self.subTest(groups=groups, early=early):
-                order = step_order(groups, 1, early=early)
-                self.assertEqual(" ".join(map(str, order)), expected)
-
     def drawn(self, seed):
         """A plan: the groups of its buckets, its prefetch_count, its order, and a rank's work in each bucket."""
         draw = random.Random(seed)
@@ -141,11 +121,9 @@ class TestOrder(TestCase):
         work_of = {}
         for bucket in range(len(groups)):
             batches = draw.randint(0, 4)
-            divided = draw.randint(0, batches)
             relays = draw.randint(0, 5)
-            work_of[bucket] = LocalWork(bucket, range(batches), divided, range(relays))
-        early = [bucket for bucket in work_of if draw.random() < 0.5]
-        order = step_order(groups, prefetch_count, one_at_a_time, early)
+            work_of[bucket] = LocalWork(bucket, range(batches), range(relays))
+        order = step_order(groups, prefetch_count, one_at_a_time)
         return groups, prefetch_count, order, work_of
 
     def test_order_of_each_rank(self):
@@ -234,14 +212,14 @@ class TestOrder(TestCase):
         work_of = {
             0: LocalWork(0, relays=("x", "y", "z")),
             1: LocalWork(1),
-            2: LocalWork(2, batches=("divided", 0, 1, 2), divided=1),
+            2: LocalWork(2, batches=(0, 1, 2)),
         }
         operations = local_order(order, "aaa", work_of)
         begin = operations.index((Action.AWAIT_GATHER, 2, None))
         end = operations.index((Action.SCATTER, 2, None))
         found = [f"{o.action.name} {o.item}" for o in operations[begin + 1 : end]]
         expected = (
-            "COMPUTE divided, RELAY x, RELAY y, COMPUTE 0, AWAIT_RELAY x, APPLY_RELAYED x, "
+            "RELAY x, RELAY y, COMPUTE 0, AWAIT_RELAY x, APPLY_RELAYED x, "
             "RELAY z, COMPUTE 1, AWAIT_RELAY y, APPLY_RELAYED y, COMPUTE 2, AWAIT_RELAY z, "
             "APPLY_RELAYED z"
         )

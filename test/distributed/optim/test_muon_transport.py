@@ -96,7 +96,7 @@ class TestMuonTransport(common_distributed.MultiProcContinuousTest):
         schedule = make_schedule(
             layouts, assign_owners(layouts), slots=slots_for(prefetch_count)
         )
-        memory = Memory(torch.device("cpu"), keep=False)
+        memory = Memory(torch.device("cpu"))
         matrices, locals_by_index = {}, {}
         for index, layout in enumerate(layouts):
             matrices[index] = SimpleNamespace(described=layout.describe())
@@ -110,7 +110,7 @@ class TestMuonTransport(common_distributed.MultiProcContinuousTest):
         calls, work_of = [], {}
         for index, bucket in local.items():
             own = schedule.owned(bucket.bucket).get(self.rank, [])
-            work_of[index] = LocalWork(bucket, [own], 0, ())
+            work_of[index] = LocalWork(bucket, [own])
         ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
         order = step_order(ranks_of_buckets, prefetch_count)
         operations = local_order(order, ranks_of_buckets, work_of)
@@ -215,7 +215,7 @@ class TestMuonFlight(TestCase):
             index: SimpleNamespace(described=layout.describe())
             for index, layout in enumerate(layouts)
         }
-        memory = Memory(torch.device("cpu"), keep=False)
+        memory = Memory(torch.device("cpu"))
         local = local_buckets(schedule, matrices, 0, {(0, 1): None}, memory, 2)
         bucket = local[0]
         # A rank alone exchanges nothing.
@@ -237,7 +237,7 @@ class TestMuonFlight(TestCase):
 
     def test_memory_of_a_step(self):
         """An accelerator's memory is taken in a step only, and its views stay valid."""
-        memory = Memory(torch.device("cpu"), keep=False)
+        memory = Memory(torch.device("cpu"))
         self.assertFalse(memory.frees_between_steps)
         kept, released = memory.zeros(16), memory.zeros(8)
         memory.release(released)

@@ -19,7 +19,6 @@ The vocabulary, in the order of the data:
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
 - *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
 - *holder*: a rank that holds a part of a matrix. *Owner*: the one of them that orthogonalizes it.
-- *divided*: a matrix that is cut into *blocks*, each with an owner. These owners are the matrix's *team*.
 - *contribution*: what one rank adds to a matrix that is a sum (Partial).
 - *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
@@ -27,8 +26,6 @@ The vocabulary, in the order of the data:
   the place of each region. (The option *split* cuts a fused weight into *parts*, matrices of their own.)
 - *source*: the replica of a shard that sends it to the owner. *Relay*: with many replicas, the owner sends a
   result only to the source, which broadcasts it.
-- *node* and *rail*: with many peers, an all-to-all has two levels: within a node, then along the ranks at
-  the same place of each node.
 - *batch*: an owner's matrices of one shape that it orthogonalizes together; on CPUs, usually one.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
 - *status*: whether a holder has a gradient. If the holders of a matrix differ, that is a *mismatch*.

@@ -24,14 +24,6 @@ from .process_groups import counters_of, device_of_group, larger_first, listed, 
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
-_WAYS_TO_ONE_NODE_SIZE = {
-    "LOCAL_WORLD_SIZE": "set LOCAL_WORLD_SIZE to one number on all ranks, which divides the number of ranks of every node",
-    "owners_per_matrix": "take owners_per_matrix=1",
-}
-_ONE_NODE_SIZE = (
-    "More than one owner of a matrix, and groups of more than 512 ranks, need nodes of equal size: "
-    + ", or ".join(_WAYS_TO_ONE_NODE_SIZE.values())
-)
 _WHAT_MAKES_ONE_GRID = {
     "groups": "process groups of one grid, as those of a DeviceMesh",
     "assign_fn": "an assign_fn that returns the same on all of them",
@@ -192,8 +184,6 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
                 for (name, value), (_, other) in zip(one.fields, another.fields):
                     if (name in DERIVED) == derived and other != value:
                         advice = _ONE_GRID if derived else _SAME_PARAMETERS
-                        if name == "LOCAL_WORLD_SIZE":
-                            advice = _ONE_NODE_SIZE
                         return (
                             f"ranks disagree about {one.description}: {name} is {value} on rank {ranks[0]} and {other} on rank "
                             f"{rank}. {advice}"

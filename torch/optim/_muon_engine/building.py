@@ -17,7 +17,6 @@ from .process_groups import (
     larger_first,
     overlapping_groups,
     Ranks,
-    local_world_size,
     spanning_group,
 )
 from .runtime.params import Param
@@ -85,7 +84,6 @@ def build(
             layouts = reader.read(setting.tensors, infos, error)
         if error is None:
             config.check()
-            layouts = _divided(setting, layouts)
             owners, assignments = _assigned(setting, layouts)
             signed = list(_signatures(setting, layouts, owners, before))
     except Exception as raised:
@@ -104,25 +102,11 @@ def build(
         layouts,
         owners,
         one_owner_at_a_time=not config.async_gpu_parallelism,
-        ranks_per_node=local_world_size(),
         slots=slots_for(config.prefetch_count),
     )
     if setting.is_packed:
         _make_further_groups(schedule, setting.rank, reader, agreement)
     return Plan(schedule, assignments)
-
-
-def _divided(setting: Setting, layouts: list[Layout]) -> list[Layout]:
-    """The layouts, with a block for each owner of a matrix that has several."""
-    owners_per_matrix = setting.config.state.get("owners_per_matrix", 1)
-    chooses_owners = setting.is_packed and is_from_factory(setting.config, "assign")
-    if owners_per_matrix != 1 and chooses_owners:
-        from .schedule.division import divided
-
-        of_layouts = [setting.params[layout.key.index] for layout in layouts]
-        algorithms = [param.formulas.ns_algorithm for param in of_layouts]
-        return divided(layouts, owners_per_matrix, local_world_size(), algorithms)
-    return layouts
 
 
 def _assigned(
@@ -155,7 +139,7 @@ def _signatures(
     before: Collection[Tensor],
 ) -> Iterator[tuple[Ranks, Signature]]:
     """The holders of each matrix, and the values that they compare."""
-    config, per_node = setting.config, local_world_size()
+    config = setting.config
     of_config = {
         # Before the device, which follows from it.
         "functions of your own": str(users_functions(config)),
@@ -167,15 +151,11 @@ def _signatures(
     for param in setting.params:
         if param.param_group not in options:
             options[param.param_group] = param.formulas.option_texts() | of_config
-    owners_per_matrix = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
         key, param = layout.key, setting.params[layout.key.index]
-        counts_nodes = owners_per_matrix != 1 or len(layout.holders) > buckets.MAX_PEERS
         fields = {
             # No index: ranks that also hold other experts or stages count differently.
             "name": str(key.name) if key.expert is None else f"expert {key.expert}",
-            "owners_per_matrix": f"{owners_per_matrix} ({key.block[1]} for this one)",
-            "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
             # Before the shape, which follows from it.
             "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
@@ -194,7 +174,7 @@ def _signatures(
 def _make_further_groups(
     schedule: Schedule, rank: int, reader: Reader, agreement: Agreement
 ) -> None:
-    """Makes the groups of relays, of two levels and of the owners of divided matrices."""
+    """Makes the groups of relays."""
     further = schedule.further_groups(rank)
     for ranks in larger_first(further.keys() - agreement.groups.keys()):
         candidates = []

@@ -219,7 +219,6 @@ class Engine:
                 rank=self.rank,
                 device=self.device,
                 prefetch_count=self.config.prefetch_count,
-                keeps_buffers=self.config.state.get("keep_buffers", False),
             )
         elif self._runner is None:
             from .functions import FunctionStep

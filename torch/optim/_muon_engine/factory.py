@@ -26,15 +26,9 @@ def factory_config(
     state: dict[str, Any],
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
-    owners_per_matrix: int | str = 1,
-    keep_buffers: bool = False,
 ) -> DistributedConfig:
-    """A config with the factory's functions. Raises ValueError if an option is invalid."""
-    owners = owners_per_matrix
-    if owners != "auto" and (type(owners) is not int or owners < 1):
-        raise ValueError(f'owners_per_matrix is {owners!r}, not "auto" or an int >= 1')
+    """A config with the factory's functions."""
     state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}, **state}
-    state |= {"owners_per_matrix": owners, "keep_buffers": keep_buffers}
     return DistributedConfig(
         assign, gather, redistribute, state, async_gpu_parallelism, prefetch_count
     )

@@ -150,7 +150,7 @@ class FunctionStep:
         order = step_order(groups, self.config.prefetch_count)
         operations = local_order(order, groups, work_of)
         # The functions have memory of their own.
-        memory = Memory(torch.device("cpu"), keep=True)
+        memory = Memory(torch.device("cpu"))
         return Executor(operations, self, memory, self.progress)
 
     @property
@@ -295,7 +295,7 @@ class FunctionStep:
         for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(local_param), region.of_local(update)
-                inputs.apply(param.param_group, layout.full_shape, [local], [part])
+                inputs.apply(param.param_group, layout.shape, [local], [part])
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,12 +150,6 @@ def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
             if timeout is not None:
                 timeouts.append(timeout)
     return max(timeouts, default=None)
-
-
-def local_world_size() -> int:
-    """Number of consecutive ranks on a node, from the launcher or else from the accelerators here."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(here) if here.isdecimal() else torch.accelerator.device_count())
 
 
 def current_device(kind: str) -> torch.device:

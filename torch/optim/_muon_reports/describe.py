@@ -6,17 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn, Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import NS_DTYPE
 from .._newton_schulz_variants import newton_schulz_bytes
 from .._muon_engine.layouts import fsdp1, fsdp2
 from .._muon_engine.layouts.layout import Layout, Ranks
-from .._muon_engine.process_groups import counted, listed, local_world_size
+from .._muon_engine.process_groups import counted, listed
 from .._muon_engine.runtime.binder import PREPARED_BYTES
 from .._muon_engine.schedule import packs
-from .._muon_engine.schedule.division import best_division, Class
-from .._muon_engine.schedule.levels import passed_on
 from .._muon_engine.schedule.order import RELAYS_IN_FLIGHT
 from .._muon_engine.schedule.owners import flops_of
 from .._muon_engine.schedule.packs import LocalPacks
@@ -27,9 +24,8 @@ from .._muon_engine.schedule.schedule import Bucket, Schedule
 # A group of more ranks shows only its busiest ranks and this one.
 MOST_RANKS = 16
 _BUSIEST_SHOWN = 3
-# How many names a row of a table has, and the line about divided matrices.
+# How many names a row of a table has.
 _NAMES_IN_ROW = 3
-_NAMES_OF_DIVIDED = 4
 _ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
 _FURTHER_COLUMNS = "x mean", "MiB sent", "received", "memory", ""
 
@@ -190,7 +186,6 @@ def _schedule_in_full(engine: Any, here: str, count: str) -> list[str]:
     for ranks in _groups_of(schedule.buckets):
         lines.append("")
         lines += table(schedule, ranks, engine.rank, prefetch_count, names)
-        lines += _division(engine, ranks)
     return lines
 
 
@@ -253,14 +248,8 @@ def _memory(engine: Any) -> str:
     exchange = 0
     for ranks in _groups_of(buckets):
         exchange += bytes_of(schedule, ranks, rank, config.prefetch_count).memory
-    iterates, others = _workspace(engine, buckets)
-    workspace = max(iterates, others)
-    keeps_buffers = config.state.get("keep_buffers", False)
-    is_kept = keeps_buffers or engine.device.type == "cpu"
-    kept = exchange if is_kept else 0
-    if keeps_buffers and engine.device.type == "cuda":
-        # Graphs keep the memory of what they compute.
-        kept += iterates
+    workspace = _workspace(engine, buckets)
+    kept = exchange if engine.device.type == "cpu" else 0
     return (
         f"Besides parameters, gradients and momentum, a step of this rank takes up to {_mib(exchange + workspace)} MiB: "
         f"{_mib(exchange)} for the exchange and {_mib(workspace)} for Newton-Schulz and updates. Between steps, the rank "
@@ -268,9 +257,9 @@ def _memory(engine: Any) -> str:
     )
 
 
-def _workspace(engine: Any, buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """The bytes of what Newton-Schulz needs at once; and of the whole matrices of a batch and of regions in their own
-    dtype.
+def _workspace(engine: Any, buckets: Sequence[Bucket]) -> int:
+    """The bytes of what Newton-Schulz needs at once, or of the whole matrices of a batch and of regions in their own
+    dtype, if these are more.
     """
     schedule, rank = engine.schedule, engine.rank
     is_cpu = engine.device.type == "cpu"
@@ -286,17 +275,14 @@ def _workspace(engine: Any, buckets: Sequence[Bucket]) -> tuple[int, int]:
             most = formulas.batch_size(layout.shape, engine.device)
             count = min(batches[batch] + 1, most)
             batches[batch] = count
-            _, blocks = layout.key.block
-            nbytes = newton_schulz_bytes(
-                layout.full_shape, formulas.ns_algorithm, blocks, is_cpu
-            )
+            nbytes = newton_schulz_bytes(layout.shape, formulas.ns_algorithm, is_cpu)
             iterates = max(iterates, count * nbytes)
             wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
             most_moved = max(most_moved, count * layout.shards.numel_of(rank))
         dtypes = [schedule.layouts[matrix].dtype for matrix in bucket.matrices]
         itemsize = max(dtype.itemsize for dtype in dtypes)
         regions = max(regions, min(most_moved * itemsize, PREPARED_BYTES))
-    return iterates, wholes + regions
+    return max(iterates, wholes + regions)
 
 
 def _most_moved(local: LocalPacks, rank: int) -> int:
@@ -317,21 +303,18 @@ def _names_of_matrices(engine: Any) -> list[str]:
     names: list[str] = []
     for layout in schedule.layouts:
         key = layout.key
-        place, blocks = key.block
         param = engine.params[key.index]
         split, flatten = param.form
         parts = max(1, len(split.sizes))
         # A rank may know only some matrices of a stack, and FSDP1 makes a vector of several.
         is_stack = param.tensor.ndim > 2 and not flatten
         numbers: list[int] = []
-        if is_stack or matrices_of_param[key.index] > parts * blocks:
+        if is_stack or matrices_of_param[key.index] > parts:
             numbers.append(key.sub // parts)
         if parts > 1:
             numbers.append(key.sub % parts)
-        name = key._replace(sub=0, block=(0, 1)).short
+        name = key._replace(sub=0).short
         name += "".join(f"[{number}]" for number in numbers)
-        if blocks > 1:
-            name += f" {place + 1}/{blocks}"
         names.append(name)
     return names
 
@@ -396,48 +379,14 @@ def _ways_of(buckets: Sequence[Bucket]) -> str:
     ways = ""
     if any(bucket.relayed for bucket in buckets):
         ways += ", relayed along replicas"
-    if any(bucket.node_size > 1 for bucket in buckets):
-        ways += ", in two levels"
     return ways
-
-
-def _division(engine: Any, ranks: Ranks) -> list[str]:
-    """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
-    members: Counter[Class] = Counter()
-    owners_of: dict[Sequence[int], int] = {}
-    for layout in engine.schedule.layouts:
-        place, count = layout.key.block
-        if layout.holders != ranks or layout.frozen or place > 0:
-            continue
-        formulas = engine.params[layout.key.index].formulas
-        members[Class.of(layout, formulas.ns_algorithm)] += 1
-        owners_of[layout.full_shape] = count
-    # In a dry run, fake tensors have no values.
-    with unset_fake_temporarily():
-        _, slow = best_division(members, ranks, 1)
-        best, fast = best_division(members, ranks, local_world_size())
-    verb = "has"
-    if max(owners_of.values()) == 1:
-        verb = 'is 1; "auto" would have'
-        owners_of = {kind.shape: count for kind, count in best.items()}
-    divided: list[str] = []
-    for shape, count in owners_of.items():
-        if count > 1:
-            divided.append(f"{count} for {' x '.join(map(str, shape))}")
-    if not divided:
-        return []
-    text = (
-        f"  owners_per_matrix {verb} {listed(divided, _NAMES_OF_DIVIDED)}. On H100s, "
-    )
-    text += f'"auto" brings Newton-Schulz from {1e3 * slow:.3g} to {1e3 * fast:.3g} ms.'
-    return [text]
 
 
 def bytes_of(
     schedule: Schedule, ranks: Ranks, rank: int, prefetch_count: int
 ) -> RankBytes:
     """The bytes of ``rank`` for the buckets of ``ranks``, of which ``prefetch_count`` are prefetched."""
-    sent = received = copied = 0
+    sent = received = 0
     packs_of_buckets: list[LocalPacks] = []
     for bucket in schedule.buckets:
         if bucket.ranks != ranks:
@@ -451,25 +400,10 @@ def bytes_of(
                 sent += relay.pack.nbytes
             else:
                 received += relay.pack.nbytes
-        if bucket.node_size > 1:
-            copied = max(copied, _bytes_of_two_levels(schedule, bucket, rank, local))
     relays = relay_sizes((local.relays for local in packs_of_buckets), rank)
     slots = packs.slots_for(prefetch_count)
     memory = 0
     for slot in packs.slot_sizes(packs_of_buckets, slots):
         memory += slot.as_holder + slot.as_owner
-    memory += min(slots, len(packs_of_buckets)) * copied
     memory += relays.sent + RELAYS_IN_FLIGHT * relays.received
     return RankBytes(sent, received, memory)
-
-
-def _bytes_of_two_levels(
-    schedule: Schedule, bucket: Bucket, rank: int, local: LocalPacks
-) -> int:
-    """The copies of a gather or scatter in two levels: of all that they send, and two of all that they pass on."""
-    gathers, scatters = passed_on(schedule, bucket, rank)
-    copied = 0
-    for side, passed in (local.gather_send, gathers), (local.scatter_send, scatters):
-        elements = sum(sum(split_sizes) for split_sizes in passed)
-        copied = max(copied, side.nbytes + 2 * elements * side.dtype.itemsize)
-    return copied

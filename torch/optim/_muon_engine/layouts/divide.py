@@ -1,4 +1,4 @@
-"""Cuts a layout into parts or blocks. Everything that follows treats each of them as a matrix."""
+"""Cuts a layout into parts. Everything that follows treats each of them as a matrix."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,26 +16,6 @@ def split_fused(layout: Layout, split: Split) -> Iterator[Layout]:
     for place, part in enumerate(_parts(layout, split)):
         key = layout.key._replace(sub=first_sub + place)
         yield replace(part, key=key)
-
-
-def divide(layout: Layout, owners: int) -> Iterator[Layout]:
-    """``owners`` blocks along the long side, or one for each rank of a smaller group."""
-    count = min(owners, len(layout.holders))
-    if count == 1:
-        yield layout
-        return
-    rows, columns = layout.shape
-    long = max(rows, columns)
-    dim = 0 if rows > columns else 1
-    sizes: list[int] = []
-    for place in range(count):
-        start = long * place // count
-        end = long * (place + 1) // count
-        sizes.append(end - start)
-    # Blocks are cut like the parts of a fused weight.
-    for place, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
-        key = layout.key._replace(block=(place, count))
-        yield replace(block, key=key, block_of=layout.shape)
 
 
 def _parts(layout: Layout, split: Split) -> Iterator[Layout]:

@@ -102,7 +102,7 @@ def _by_name(
         numbers[index] = counts[expert]
         counts[expert] += 1
     for layout in layouts:
-        index, sub, _, expert, _ = layout.key
+        index, sub, _, expert = layout.key
         name: Name = expert, numbers[index], sub
         # Without cuts, ranks look at nothing else of it.
         content = layout.cuts and (layout.shape, layout.shards.digest, layout.cuts)

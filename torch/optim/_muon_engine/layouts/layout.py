@@ -117,24 +117,19 @@ Shape = tuple[int, int]
 
 
 class Key(NamedTuple):
-    """Names the ``sub``-th matrix of parameter ``index``, and of a divided one the block."""
+    """Names the ``sub``-th matrix of parameter ``index``."""
 
     # pyrefly: ignore [bad-override]
     index: int
     sub: int = 0
     name: str | None = None
     expert: int | None = None
-    # The place of a block, and the number of blocks.
-    block: tuple[int, int] = (0, 1)
 
     @property
     def short(self) -> str:
         text = f"parameter {self.index}" if self.name is None else self.name
         if self.sub:
             text += f"[{self.sub}]"
-        place, count = self.block
-        if count > 1:
-            text += f" {place + 1}/{count}"
         return text
 
     def describe(self, shape: tuple[int, ...]) -> str:
@@ -146,9 +141,6 @@ class Key(NamedTuple):
             text += f", its matrix {self.sub},"
         if self.expert is not None:
             text += f", expert {self.expert},"
-        place, count = self.block
-        if count > 1:
-            text += f", block {place + 1} of {count},"
         return f"{text} of shape {tuple(shape)}"
 
 
@@ -254,9 +246,8 @@ class Shards:
 
 @dataclass(frozen=True)
 class Layout:
-    """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
-    ``placement`` names the placements or groups, for error messages. A ``frozen`` one is in no bucket.
-    ``block_of`` is the shape of the matrix that a block is from.
+    """One matrix: its global shape, and which rank stores what of it. ``placement`` names the placements or groups,
+    for error messages. A ``frozen`` one is in no bucket.
     """
 
     key: Key
@@ -265,12 +256,6 @@ class Layout:
     shards: Shards
     placement: str = ""
     frozen: bool = False
-    block_of: Shape | None = None
-
-    @property
-    def full_shape(self) -> Shape:
-        """The shape of the matrix; of a block, that of the matrix that it is from."""
-        return self.block_of or self.shape
 
     @property
     def numel(self) -> int:

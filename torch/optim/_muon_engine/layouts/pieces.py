@@ -52,7 +52,6 @@ class Piece(Layout):
             layout.shards,
             layout.placement,
             layout.frozen,
-            layout.block_of,
             cuts,
         )
 

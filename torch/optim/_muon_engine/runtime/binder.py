@@ -80,9 +80,7 @@ class Binder:
                 continue
             shape = matrix.layout.shape
             of_group = formulas[matrix.param_group]
-            # An owner's blocks come before its other matrices, and each is alone.
-            alone = matrix.index if matrix.team_products is not None else None
-            batches = by_kind.setdefault((alone, of_group.compute_key, shape), [[]])
+            batches = by_kind.setdefault((of_group.compute_key, shape), [[]])
             if len(batches[-1]) == of_group.batch_size(shape, self.device):
                 batches.append([])
             batches[-1].append(matrix)
@@ -216,10 +214,6 @@ class Binder:
                 results.append((rank, pair))
             for region in matrix.shard:
                 applied.append(Entry(matrix, region, region.of_matrix(of_matrix)))
-        recording = None
-        # Collectives of the owners of a divided matrix are between its products.
-        if matrices[0].team_products is None:
-            recording = self.memory.recording()
         return Batch(
             matrices,
             whole,
@@ -228,8 +222,6 @@ class Binder:
             results=Copies.of(_joined(results)),
             applied=self._updated(applied),
             sums=sums,
-            recording=recording,
-            in_graph=recording is not None,
         )
 
     def _blended(self, entries: Sequence[Entry]) -> list[BlendedRegions]:
@@ -266,7 +258,7 @@ class Binder:
             # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
             of_storage = stored.device, stored.dtype
             has_update = entry.tensor is not None
-            return matrix.param_group, matrix.layout.full_shape, of_storage, has_update
+            return matrix.param_group, matrix.layout.shape, of_storage, has_update
 
         updated: list[UpdatedRegions] = []
         for together in self._taken_together(entries, kind_of):
@@ -277,7 +269,7 @@ class Binder:
             matrix = first.matrix
             updated.append(
                 UpdatedRegions(
-                    matrix.param_group, matrix.layout.full_shape, together, updates
+                    matrix.param_group, matrix.layout.shape, together, updates
                 )
             )
         return updated

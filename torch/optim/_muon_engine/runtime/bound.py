@@ -122,22 +122,15 @@ class Batch(NamedTuple):
     applied: Sequence[UpdatedRegions]
     # The places of sums, whose contributions are added one after another.
     sums: Sequence[int]
-    # A Recording, which repeats what happens in ``whole`` and the packs, if a GPU keeps their memory.
-    recording: Any = None
-    # Whether Newton-Schulz chooses its products as for a graph, also in a step that lacks gradients.
-    in_graph: bool = False
 
     def part(self, places: Sequence[int]) -> "Batch":
-        """This batch with the work on the matrices at some of its places, which is not recorded. ``matrices`` and
-        ``whole`` stay.
-        """
+        """This batch with the work on the matrices at some of its places. ``matrices`` and ``whole`` stay."""
         indices = {self.matrices[place].index for place in places}
         return self._replace(
             own=_parts(self.own, indices),
             received=self.received.part(indices),
             results=self.results.part(indices),
             applied=_parts(self.applied, indices),
-            recording=None,
         )
 
 

@@ -4,7 +4,6 @@ parameters. The lists and views that it needs stay the same between steps.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +66,11 @@ class MuonCompute:
                 matrix, whole = batch.matrices[place], batch.whole[place]
                 add_contributions(matrix, whole, bucket, self.rank, inputs)
         self.progress.now = "orthogonalize", matrices
-        if batch.recording is None:
-            self._transform(batch, present, inputs)
-        else:
-            batch.recording.run(partial(self._transform, batch, present, inputs))
+        if batch.received.targets:
+            torch._foreach_copy_(batch.received.targets, batch.received.sources)
+        self._orthogonalize(batch, present, inputs)
+        if batch.results.targets:
+            torch._foreach_copy_(batch.results.targets, batch.results.sources)
         # Here and not with the updates that arrive, because the next batch takes the memory of this one.
         self.progress.now = "apply", matrices
         if logs:
@@ -122,7 +122,7 @@ class MuonCompute:
         present: list[int] = []
         unsent: list[torch.Tensor] = []
         for place, matrix in enumerate(batch.matrices):
-            if matrix.is_orthogonalized(inputs):
+            if matrix.applies(inputs):
                 present.append(place)
             else:
                 unsent += self.bound[bucket].packed_results[matrix.index]
@@ -130,29 +130,14 @@ class MuonCompute:
             torch._foreach_zero_(unsent)
         return present
 
-    def _transform(
-        self, batch: Batch, present: Sequence[int], inputs: StepInputs
-    ) -> None:
-        """The part of :meth:`compute` whose memory is that of batches and packs alone."""
-        if batch.received.targets:
-            torch._foreach_copy_(batch.received.targets, batch.received.sources)
-        self._orthogonalize(batch, present, inputs)
-        if batch.results.targets:
-            torch._foreach_copy_(batch.results.targets, batch.results.sources)
-
     def _orthogonalize(
         self, batch: Batch, present: Sequence[int], inputs: StepInputs
     ) -> None:
         """Replaces the momenta in ``batch.whole`` at the places ``present`` by their updates."""
         first = batch.matrices[0]
-        orthogonalize = partial(
-            inputs.formulas[first.param_group].orthogonalize,
-            in_graph=batch.in_graph,
-        )
+        orthogonalize = inputs.formulas[first.param_group].orthogonalize
         if len(batch.matrices) == 1:
-            orthogonalize(
-                batch.whole[0], team_products=first.team_products, out=batch.whole[0]
-            )
+            orthogonalize(batch.whole[0], out=batch.whole[0])
             return
         count = len(present)
         moved: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -62,7 +62,4 @@ def _starts(runner: PackedStep) -> list[tuple[InFlight, Callable[[], None]]]:
     for bucket in runner.buckets:
         starts += [(bucket, bucket.start_gather), (bucket, bucket.start_scatter)]
         starts += [(relay, relay.start) for relay in bucket.relays]
-        for matrix in bucket.matrices:
-            if matrix.team_products is not None:
-                starts.append((bucket, matrix.team_products.connect))
     return starts

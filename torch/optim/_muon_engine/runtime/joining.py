@@ -27,7 +27,7 @@ def joined_entries(entries: Sequence[Entry]) -> list[Entry]:
 
 def _joined_entry(first: Entry, second: Entry) -> Entry | None:
     """One entry for two, if a step takes both or neither, and if it scales their updates alike."""
-    shapes = first.matrix.layout.full_shape, second.matrix.layout.full_shape
+    shapes = first.matrix.layout.shape, second.matrix.layout.shape
     if shapes[0] != shapes[1] or not _have_one_gradient(first.matrix, second.matrix):
         return None
     region = _below(first.region, second.region)
@@ -58,9 +58,8 @@ def joined_pairs(pairs: Sequence[tuple[int, Pair]]) -> list[Pair]:
 
 
 def _have_one_gradient(first: LocalMatrix, second: LocalMatrix) -> bool:
-    """Whether a step takes both or neither. Owners of a divided matrix always take their blocks."""
-    are_alike = first.team_products is None and second.team_products is None
-    return are_alike and first.gradient_key == second.gradient_key
+    """Whether a step takes both or neither."""
+    return first.gradient_key == second.gradient_key
 
 
 def _below(first: Region, second: Region) -> Region | None:

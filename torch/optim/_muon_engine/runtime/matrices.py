@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
 
 from ..schedule.schedule import Schedule
 from .params import Param, StepInputs
@@ -31,7 +30,7 @@ class LocalMatrix:
         self.param_index = param.key.index
         # The parameter group, whose hyperparameters the matrix has.
         self.param_group = param.param_group
-        # The parameter and the matrix in it as it was before it was split or divided: this one has one gradient.
+        # The parameter and the matrix in it as it was before it was split: this one has one gradient.
         sub = self.layout.key.sub
         split, _ = param.form
         if split.sizes:
@@ -44,8 +43,6 @@ class LocalMatrix:
         # One replica of each shard sends it; one contribution to a sum receives the update.
         self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()
         self.receives = schedule.receives(matrix_index, rank)
-        # On the owners of a divided matrix: what they compute together.
-        self.team_products: Any = None
 
     @property
     def described(self) -> str:
@@ -65,10 +62,6 @@ class LocalMatrix:
     def applies(self, inputs: StepInputs) -> bool:
         """Whether this rank applies the update. A rank with an empty shard does what the others do."""
         return self.status(inputs) in (Status.PRESENT, Status.EMPTY)
-
-    def is_orthogonalized(self, inputs: StepInputs) -> bool:
-        """Whether the owner orthogonalizes it; always if it is divided, because other owners take part."""
-        return self.team_products is not None or self.applies(inputs)
 
 
 def matrices_of(

@@ -1,4 +1,4 @@
-"""The memory of a step, which keeps its addresses on CPUs and where the user asks for it."""
+"""The memory of a step, which keeps its addresses on CPUs."""
 
 from typing import Any
 
@@ -7,22 +7,15 @@ from torch import Tensor
 
 
 class Memory:
-    """Bytes for packs and for whole matrices. Unless ``keep``, they take a device's memory in a step only (MPS
-    cannot): :meth:`allocate` and :meth:`free` resize their storages, as FSDP2 does. Views stay valid.
+    """Bytes for packs and for whole matrices. They take a device's memory in a step only (MPS cannot):
+    :meth:`allocate` and :meth:`free` resize their storages, as FSDP2 does. Views stay valid.
     """
 
-    def __init__(self, device: torch.device, keep: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         # Whether it is freed between steps.
-        self.frees_between_steps = device.type not in ("cpu", "mps") and not keep
+        self.frees_between_steps = device.type not in ("cpu", "mps")
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        # For graphs of the work on memory that is kept.
-        self._of_graphs: Any = None
-        if keep and device.type == "cuda":
-            from .graphs import GraphMemory, has_graphs
-
-            if has_graphs(device):
-                self._of_graphs = GraphMemory(device)
         # Memory of CPUs that one matrix after another uses, by dtype.
         self._scratch: dict[Any, Tensor] = {}
 
@@ -41,10 +34,6 @@ class Memory:
             for storage, nbytes in self._storages
             if storage._cdata != pointer
         ]
-
-    def recording(self) -> Any:
-        """A Recording for work that writes only to this memory; None if the device has no graphs, or if addresses change."""
-        return None if self._of_graphs is None else self._of_graphs.recording()
 
     def reserve(self, numel: int, dtype: torch.dtype) -> None:
         """Makes room for :meth:`scratch` of ``numel`` elements."""

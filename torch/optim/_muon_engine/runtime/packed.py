@@ -1,7 +1,6 @@
 """The step of an engine that moves shards itself, in packed all-to-alls."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +33,8 @@ class PackedStep:
         rank: int,
         device: torch.device,
         prefetch_count: int,
-        keeps_buffers: bool,
     ) -> None:
-        self.memory = Memory(device, keeps_buffers)
+        self.memory = Memory(device)
         self.progress = Progress()
         groups = agreement.groups
         matrices = matrices_of(schedule, params, rank)
@@ -53,23 +51,12 @@ class PackedStep:
         for bucket in self.buckets:
             self._flights += bucket.relays
         one_at_a_time = schedule.one_owner_at_a_time and prefetch_count == 0
-        self._relay_stream: torch.Stream | None = None
-        early: list[int] = []
-        if not one_at_a_time and any(bucket.relayed for bucket in schedule.buckets):
-            from .relay_stream import new_stream
-
-            self._relay_stream = new_stream(device)
-            if self._relay_stream is not None:
-                early = [
-                    i for i, bucket in enumerate(schedule.buckets) if bucket.relayed
-                ]
         # The group of each bucket, and the order of all ranks.
         self._ranks_of_buckets = [bucket.ranks for bucket in schedule.buckets]
         self._order = step_order(
             self._ranks_of_buckets,
             prefetch_count,
             one_at_a_time=one_at_a_time,
-            early=early,
         )
         self.binder = Binder(self._in_order_of_gathers(), params, rank, self.memory)
         self.compute = MuonCompute(rank, self.progress)
@@ -96,19 +83,11 @@ class PackedStep:
         groups: Mapping[Ranks, ProcessGroup | None],
         rank: int,
     ) -> None:
-        """Adds what few optimizers need: other exchanges, and products of several owners."""
-        if any(local.bucket.node_size > 1 for local in self.buckets):
-            from .levels import attach_levels
-
-            attach_levels(self.buckets, schedule, groups, rank, self.memory.device)
+        """Adds what few optimizers need: relays, and products of several owners."""
         if any(local.planned_relays for local in self.buckets):
             from .relays import attach_relays
 
             attach_relays(self.buckets, groups, rank, self.memory)
-        if any(matrix.layout.block_of is not None for matrix in matrices):
-            from .divided import attach_products
-
-            attach_products(matrices, schedule, groups, rank, self.memory.device)
 
     @property
     def awaits_statuses(self) -> bool:
@@ -154,16 +133,6 @@ class PackedStep:
         work_of = {}
         for index, bucket in self._by_index.items():
             batches = self.compute.bound[bucket].batches
-            divided = sum(
-                batch.matrices[0].team_products is not None for batch in batches
-            )
-            work_of[index] = LocalWork(
-                bucket, batches, relays=bucket.relays, divided=divided
-            )
+            work_of[index] = LocalWork(bucket, batches, bucket.relays)
         operations = local_order(self._order, self._ranks_of_buckets, work_of)
-        make: Callable[..., Executor] = Executor
-        if self._relay_stream is not None:
-            from .relay_stream import RelayExecutor
-
-            make = partial(RelayExecutor, stream=self._relay_stream)
-        self._executor = make(operations, self.compute, self.memory, self.progress)
+        self._executor = Executor(operations, self.compute, self.memory, self.progress)

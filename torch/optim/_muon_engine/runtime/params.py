@@ -186,10 +186,7 @@ class StepInputs:
         self.move_digests: dict[int, int] = {}
         # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
-        # Whether the executor works on a stream beside that of Newton-Schulz.
-        self.is_beside = False
-        # (Parameter group, shape, device, is_beside) -> the step size of these matrices. It may be on the device, and
-        # then a stream has its own.
+        # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
         self._step_sizes: dict[Hashable, Any] = {}
         self._states = states
         for param in ordered:
@@ -251,7 +248,7 @@ class StepInputs:
     ) -> None:
         """Decays and updates regions of parameters of one group. ``shape`` is that of their whole matrices."""
         formulas, device = self.formulas[param_group], params[0].device
-        key = param_group, shape, device, self.is_beside
+        key = param_group, shape, device
         step_size = self._step_sizes.get(key)
         if step_size is None:
             step_size = self._step_sizes[key] = formulas.step_size(shape, device)

@@ -23,8 +23,6 @@ BUCKET_BYTES = 256 * 1024**2
 MAX_STRETCH = 1.1
 # With more replicas of a shard, an owner sends its result to one of them, which relays it.
 MAX_REPLICAS = 4
-# With more connections of a rank, which cost memory, an exchange takes two levels.
-MAX_PEERS = 512
 
 # Owner -> its matrices, in the order in which it works on them.
 Queues = dict[int, list[int]]
@@ -33,10 +31,8 @@ Queues = dict[int, list[int]]
 class _Family(NamedTuple):
     """The common properties of matrices that may share a bucket."""
 
-    # The only owner that works, or the first one of divided matrices; 0 where all owners work at the same time.
+    # The only owner that works; 0 where all owners work at the same time.
     only_owner: int
-    # Matrices of one owner wait until it has no divided ones.
-    is_whole: bool
     ranks: Ranks
     gather_dtype: torch.dtype
 
@@ -45,7 +41,6 @@ class _Position(NamedTuple):
     """Where a bucket comes in the order of all buckets."""
 
     only_owner: int
-    is_whole: bool
     number_in_family: int
     # Larger groups come first.
     group_number: int
@@ -87,11 +82,10 @@ def make_schedule(
     owners: Sequence[int],
     *,
     one_owner_at_a_time: bool = False,
-    ranks_per_node: int = 1,
     slots: int = 3,
 ) -> Schedule:
     """Cuts the work of each group into buckets, whose owners work at the same time. As many buckets of a group
-    as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks are near each other.
+    as ``slots`` have memory at the same time.
     """
     families = _families(layouts, owners, one_owner_at_a_time)
     max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
@@ -109,7 +103,6 @@ def make_schedule(
         for number, members in enumerate(distributed):
             position = _Position(
                 family.only_owner,
-                family.is_whole,
                 number,
                 group_numbers[family.ranks],
                 str(family.gather_dtype),
@@ -121,10 +114,7 @@ def make_schedule(
     buckets: list[Bucket] = []
     for candidate in candidates:
         ranks = candidate.family.ranks
-        bucket = _make_bucket(
-            candidate, buckets_of_group[ranks], layouts, ranks_per_node
-        )
-        buckets.append(bucket)
+        buckets.append(_make_bucket(candidate, buckets_of_group[ranks], layouts))
         buckets_of_group[ranks] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
@@ -139,34 +129,20 @@ def _families(
             continue
         # Contributions are summed before they are rounded.
         dtype = layout.dtype if layout.shards.partial else NS_DTYPE
-        only_owner = 0
-        is_whole = False
-        if one_owner_at_a_time:
-            # The owners of a divided matrix work together.
-            only_owner = owners[_first_block(matrix, layout)]
-            is_whole = layout.block_of is None
-        family = _Family(only_owner, is_whole, layout.holders, dtype)
+        only_owner = owners[matrix] if one_owner_at_a_time else 0
+        family = _Family(only_owner, layout.holders, dtype)
         families.setdefault(family, []).append(matrix)
     return families
-
-
-def _first_block(matrix: int, layout: Layout) -> int:
-    """The first block of the divided matrix that ``matrix`` is a block of, or else ``matrix`` itself."""
-    place, _ = layout.key.block
-    return matrix - place
 
 
 def _queues(
     matrices: Sequence[int], layouts: Sequence[Layout], owners: Sequence[int]
 ) -> Queues:
-    """The matrices of each owner. Divided ones come first, in one order for all of their owners, who have collectives
-    for each. The heaviest one of the rest is next.
-    """
+    """The matrices of each owner, heaviest first."""
 
     def place(matrix: int) -> tuple:
         layout = layouts[matrix]
-        is_whole = layout.block_of is None
-        return is_whole, -flops_of(layout), layout.full_shape, matrix
+        return -flops_of(layout), layout.shape, matrix
 
     queues: Queues = {}
     for matrix in sorted(matrices, key=place):
@@ -175,34 +151,13 @@ def _queues(
 
 
 def _make_bucket(
-    candidate: _Candidate,
-    index: int,
-    layouts: Sequence[Layout],
-    ranks_per_node: int,
+    candidate: _Candidate, index: int, layouts: Sequence[Layout]
 ) -> Bucket:
-    """The bucket with this ``index`` in its group, and how its ranks exchange shards."""
+    """The bucket with this ``index`` in its group."""
     _, family, matrices = candidate
     shards = Counter(layouts[matrix].shards for matrix in matrices)
-    peers = len(family.ranks) - 1
-    relayed = False
-    if _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize):
-        from .relays import most_destinations
-
-        relayed = True
-        peers = most_destinations(shards)
-    node_size = 1
-    if peers > MAX_PEERS:
-        from .levels import node_size_of
-
-        node_size = node_size_of(family.ranks, peers, ranks_per_node, MAX_PEERS)
-    return Bucket(
-        family.ranks,
-        index,
-        tuple(matrices),
-        family.gather_dtype,
-        relayed,
-        node_size,
-    )
+    relayed = _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize)
+    return Bucket(family.ranks, index, tuple(matrices), family.gather_dtype, relayed)
 
 
 def _distribute(
@@ -243,7 +198,7 @@ def _distribute(
             shortest = found
             if shortest.flops <= MAX_STRETCH * busiest:
                 return shortest.buckets
-    return shortest.buckets or _one_each(queues, layouts)
+    return shortest.buckets or _one_each(queues)
 
 
 def _total(values: dict[int, int], matrices: Sequence[int]) -> int:
@@ -272,23 +227,15 @@ def _holders_have_memory(
     return True
 
 
-def _one_each(queues: Queues, layouts: Sequence[Layout]) -> list[list[int]]:
-    """One bucket for each divided matrix, and one for the next other matrix of every owner. This always fits."""
-    divided: dict[int, list[int]] = {}
+def _one_each(queues: Queues) -> list[list[int]]:
+    """A bucket for the next matrix of every owner. This always fits."""
     rounds: list[list[int]] = []
     for queue in queues.values():
-        number = 0
-        for matrix in queue:
-            layout = layouts[matrix]
-            if layout.block_of:
-                blocks = divided.setdefault(_first_block(matrix, layout), [])
-                blocks.append(matrix)
-                continue
+        for number, matrix in enumerate(queue):
             if number == len(rounds):
                 rounds.append([])
             rounds[number].append(matrix)
-            number += 1
-    return [*divided.values(), *rounds]
+    return rounds
 
 
 def _spread(
@@ -353,8 +300,6 @@ class _Filling:
         self._flops = flops
         self._heights = heights
         self._limits = limits
-        # The first block of each divided matrix -> the bucket of all its blocks.
-        self._bucket_of: dict[int, int] = {}
 
     def add_all(self, queues: Queues) -> bool:
         """Puts the matrices of all owners into buckets. Returns whether they fit."""
@@ -372,7 +317,11 @@ class _Filling:
         for matrix in queue:
             layout = self._layouts[matrix]
             flops = self._flops[matrix]
-            fitting = self._fitting(matrix, layout, free)
+            fitting = [
+                number
+                for number, room_left in enumerate(free)
+                if room_left >= layout.numel
+            ]
             if not fitting:
                 return False
             bucket = max(fitting, key=room.__getitem__)
@@ -382,8 +331,6 @@ class _Filling:
                 fits = previous_bucket in fitting and room[previous_bucket] >= flops
                 if are_heads and fits:
                     bucket = previous_bucket
-            if layout.block_of:
-                self._bucket_of[_first_block(matrix, layout)] = bucket
             self.buckets[bucket].append(matrix)
             room[bucket] -= flops
             free[bucket] -= layout.numel
@@ -394,16 +341,6 @@ class _Filling:
             work = height - room[bucket]
             self.busiest[bucket] = max(self.busiest[bucket], work)
         return True
-
-    def _fitting(self, matrix: int, layout: Layout, free: Sequence[int]) -> list[int]:
-        """The buckets with enough ``free`` elements. The first block of a divided matrix chooses for all blocks."""
-        possible: Sequence[int] = range(len(free))
-        if layout.block_of:
-            first_block = _first_block(matrix, layout)
-            if first_block in self._bucket_of:
-                possible = [self._bucket_of[first_block]]
-        numel = layout.numel
-        return [bucket for bucket in possible if free[bucket] >= numel]
 
 
 def _most_held(counts: Counter[Shards]) -> int:

@@ -9,7 +9,7 @@ a rank launches and awaits no collective of this group. So two ranks come to the
 the same order, and ranks cannot wait for each other in a circle.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ class Phase(Enum):
 
     # Holders prepare their shards and start to send them to the owners.
     GATHER = "G"
-    # Owners wait for the shards and orthogonalize. Between the batches run the relays of the same group's bucket n-2, or
-    # of an early bucket n-1, whose results were applied just before.
+    # Owners wait for the shards and orthogonalize. Between the batches run the relays of the same group's bucket n-2,
+    # whose results were applied before.
     COMPUTE = "C"
     # Owners start to send the updates to the holders.
     SCATTER = "S"
@@ -48,14 +48,12 @@ def step_order(
     groups: Sequence[Hashable],
     prefetch_count: int,
     one_at_a_time: bool = False,
-    early: Collection[int] = (),
 ) -> list[Operation]:
     """The operations of a step, in the one order of all ranks.
 
     ``groups`` has the group of ranks of each bucket, in the order of buckets. Each group has ``prefetch_count``
     gathers in flight while it orthogonalizes. With ``one_at_a_time``, a bucket is finished before its group
-    orthogonalizes the next one. The updates of ``early`` buckets are applied beside the next bucket of their group,
-    and so before its COMPUTE.
+    orthogonalizes the next one.
     """
     buckets_of: dict[Hashable, list[int]] = {}
     for bucket, group in enumerate(groups):
@@ -68,21 +66,14 @@ def step_order(
     for bucket, group in enumerate(groups):
         buckets = buckets_of[group]
         place = buckets.index(bucket)
-        # The bucket whose results are on their way back, if there is one.
-        on_its_way = buckets[place - 1 : place]
-        if one_at_a_time:
-            on_its_way = []
-        for previous in on_its_way:
-            if previous in early:
-                order.append(Operation(Phase.APPLY, previous))
         order.append(Operation(Phase.COMPUTE, bucket))
         order.append(Operation(Phase.SCATTER, bucket))
         if one_at_a_time:
             order.append(Operation(Phase.APPLY, bucket))
             order.append(Operation(Phase.RELAY, bucket))
-        for previous in on_its_way:
-            if previous not in early:
-                order.append(Operation(Phase.APPLY, previous))
+        elif place > 0:
+            # Its results are on their way back.
+            order.append(Operation(Phase.APPLY, buckets[place - 1]))
         # It takes the memory of the bucket whose results were applied above.
         if place + ahead < len(buckets):
             order.append(Operation(Phase.GATHER, buckets[place + ahead]))
@@ -93,7 +84,7 @@ def step_order(
     for group in sorted(buckets_of, key=lambda group: buckets_of[group][-1]):
         buckets = buckets_of[group]
         last = buckets[-1]
-        if len(buckets) > 1 and buckets[-2] not in early:
+        if len(buckets) > 1:
             # The relays of earlier buckets ran in a COMPUTE.
             order.append(Operation(Phase.RELAY, buckets[-2]))
         order.append(Operation(Phase.APPLY, last))
@@ -125,14 +116,10 @@ class LocalOperation(NamedTuple):
 
 
 class LocalWork(NamedTuple):
-    """One rank's share of a bucket: the batches that it orthogonalizes, and its relays.
-
-    The owners of a divided matrix have collectives of their own in its batch, one of the first ``divided`` ones.
-    """
+    """One rank's share of a bucket: the batches that it orthogonalizes, and its relays."""
 
     bucket: Any
     batches: Sequence[Any] = ()
-    divided: int = 0
     relays: Sequence[Any] = ()
 
 
@@ -159,9 +146,8 @@ def local_order(
             for earlier in to_relay:
                 turns += _relay_turns(work_of[earlier])
             to_relay.clear()
-            for number, batch in enumerate(work.batches):
-                # No relay comes between the collectives of the owners of divided matrices.
-                if number >= work.divided and turns:
+            for batch in work.batches:
+                if turns:
                     operations += turns.pop(0)
                 operations.append(LocalOperation(Action.COMPUTE, bucket, batch))
             for turn in turns:

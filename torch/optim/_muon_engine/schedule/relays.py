@@ -19,18 +19,6 @@ class _Path(NamedTuple):
     source: int
 
 
-def most_destinations(distinct: Iterable[Shards]) -> int:
-    """With how many ranks an owner exchanges a matrix of any of these shards if there are relays."""
-    most = 0
-    for shards in distinct:
-        count = 0
-        for replicas in shards.replica_sets:
-            if not shards.is_empty(replicas[0]):
-                count += 1
-        most = max(most, count)
-    return most
-
-
 def relays_of(
     shards_of: Mapping[int, Shards],
     owners: Mapping[int, int],

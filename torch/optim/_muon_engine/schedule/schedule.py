@@ -27,17 +27,6 @@ class Bucket:
     gather_dtype: torch.dtype
     # Whether only one replica of each shard exchanges it with the owner.
     relayed: bool = False
-    # As many consecutive ranks are one node. With more than 1, an exchange has two levels.
-    node_size: int = 1
-
-    def node_and_rail(self, rank: int) -> tuple[Ranks, Ranks]:
-        """The ranks on the node of ``rank``, and those at its place of each node."""
-        place = self.ranks.index(rank)
-        place_on_node = place % self.node_size
-        start = place - place_on_node
-        node = self.ranks[start : start + self.node_size]
-        rail = self.ranks[place_on_node :: self.node_size]
-        return node, rail
 
 
 @dataclass(frozen=True)
@@ -48,12 +37,6 @@ class Schedule:
     owners: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     one_owner_at_a_time: bool = False
-
-    def team(self, matrix: int) -> Ranks:
-        """The owners of all blocks of a divided matrix, in the order of the blocks."""
-        place, count = self.layouts[matrix].key.block
-        first_block = matrix - place
-        return self.owners[first_block : first_block + count]
 
     def is_source(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` sends its shard to the owner of ``matrix``; one replica of each shard does."""
@@ -100,16 +83,8 @@ class Schedule:
         for bucket in self.buckets:
             if rank not in bucket.ranks:
                 continue
-            for matrix in self.owned(bucket).get(rank, ()):
-                team = self.team(matrix)
-                if len(team) > 1:
-                    groups[team] = "a matrix"
             for relay in self.relays(bucket, rank):
                 groups[relay.replicas] = "replicas"
-            if bucket.node_size > 1:
-                node, rail = bucket.node_and_rail(rank)
-                groups[node] = "node"
-                groups[rail] = "rail"
         return groups
 
     def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:

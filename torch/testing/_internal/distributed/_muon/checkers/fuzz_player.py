@@ -6,7 +6,6 @@ After each event, parameters and momentum must equal those of the one process.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import traceback
 import warnings
@@ -48,13 +47,11 @@ class Player:
 
     def run(self) -> list[str]:
         """The problems of the first event that has some, on all ranks; none if all events are right."""
-        limits = {"MAX_PEERS": 512, **dict(self.plan.limits)}
+        limits = dict(self.plan.limits)
         is_late = limits.pop("late", None) == self.rank
         relay_bytes = limits.pop("RELAY_BYTES", 2**20)
-        node = str(limits.pop("node", 4))
         with (
             mock.patch.object(relays, "RELAY_BYTES", relay_bytes),
-            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=node),
             mock.patch.multiple(buckets, **limits),
             warnings.catch_warnings(record=True) as self.warned,
         ):

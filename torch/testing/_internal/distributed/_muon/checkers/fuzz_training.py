@@ -256,12 +256,9 @@ class Training:
         found = []
         if not least <= count <= most:
             found.append(f"{count} matrices instead of {least} to {most}")
-        # In two levels, others' bytes pass through this rank.
-        limits = dict(self.plan.limits)
-        if limits.get("MAX_PEERS", 512) == 512:
-            received = 0
-            for call in recorder.calls:
-                received += received_bytes(call, self.rank)
-            if received != expected:
-                found.append(f"{received} bytes instead of {expected}")
+        received = 0
+        for call in recorder.calls:
+            received += received_bytes(call, self.rank)
+        if received != expected:
+            found.append(f"{received} bytes instead of {expected}")
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
@@ -17,7 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine.schedule import buckets, division, relays
+from torch.optim._muon_engine import building
+from torch.optim._muon_engine.process_groups import overlapping_groups
+from torch.optim._muon_engine.schedule import buckets, relays
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
@@ -77,9 +78,7 @@ class Program(NamedTuple):
     world: int
     placed: tuple[PlacedMatrices, ...]
     prefetch: int = 1
-    owners: int = 1
     parallel: bool = True
-    node: int = 1
     limits: tuple[tuple[str, int], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -94,15 +93,23 @@ class Rank(contextlib.ExitStack):
     def __enter__(self) -> Any:
         program, enter = self.program, self.enter_context
         enter(alone(self.number, program.world))
-        enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
         enter(mock.patch.object(_mesh_resources, "num_devices_per_host", lambda _: 8))
         for name, value in program.limits:
-            for module in (buckets, division, relays):
+            for module in (buckets, relays):
                 if name in vars(module):
                     enter(mock.patch.object(module, name, value))
                     break
             else:
                 raise ValueError(f"the schedule has no limit {name}")
+        # Each rank plays alone. Real ranks tell each other which of their groups overlap.
+        overlapping = overlapping_groups(
+            {matrices.ranks for matrices in program.placed if matrices.count}
+        )
+        enter(
+            mock.patch.object(
+                building, "overlapping_groups", lambda groups: overlapping & groups
+            )
+        )
         self.meshes: dict[Any, DeviceMesh] = {}
         for matrices in program.placed:
             self.make_mesh(matrices)
@@ -150,7 +157,7 @@ class Rank(contextlib.ExitStack):
         spec = DTensorSpec(mesh, tuple(placements), meta)
         return DTensor(local, spec, requires_grad=False)
 
-    def build(self, **flags: Any) -> Muon:
+    def build(self) -> Muon:
         program = self.program
         options = dict(program.options)
         if options.get("lr") == "on the device":
@@ -158,8 +165,6 @@ class Rank(contextlib.ExitStack):
         config = create_dtensor_config(
             async_gpu_parallelism=program.parallel,
             prefetch_count=program.prefetch,
-            owners_per_matrix=program.owners,
-            **flags,
         )
         self.muon = Muon(self.params, distributed_config=config, **options)
         return self.muon
