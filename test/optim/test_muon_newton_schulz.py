@@ -1,8 +1,12 @@
 # Owner(s): ["module: optimizer"]
 """Newton-Schulz: the algorithms that Muon offers, coefficients for each step, rounding, and what accelerators run."""
 
+import copy
+import dataclasses
+import io
 import itertools
 import json
+import pickle
 
 import torch
 from torch import nn
@@ -193,6 +197,23 @@ class TestCoefficients(TestCase):
                 found = newton_schulz(matrix, **preset, eps=1e-7)
                 distance = (torch.linalg.svdvals(found)[:20] - 1).abs().max()
                 self.assertLess(distance, most)
+
+    def test_presets_can_be_copied(self):
+        """A config dataclass that holds one could not be pickled, saved or made a dict."""
+
+        @dataclasses.dataclass
+        class Settings:
+            muon: dict
+
+        for name, (preset, _) in self.PRESETS.items():
+            with self.subTest(name):
+                self.assertEqual(copy.deepcopy(preset), preset)
+                self.assertEqual(pickle.loads(pickle.dumps(preset)), preset)
+                self.assertEqual(dataclasses.asdict(Settings(preset))["muon"], preset)
+                saved = io.BytesIO()
+                torch.save(preset, saved)
+                saved.seek(0)
+                self.assertEqual(torch.load(saved), preset)
 
     def test_published_coefficients_as_options(self):
         for name, (preset, _) in self.PRESETS.items():

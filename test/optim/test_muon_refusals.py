@@ -83,6 +83,50 @@ class TestMuonRefusals(TestCase):
                 with self.assertRaisesRegex(ValueError, words):
                     Muon(**{"params": [torch.randn(2, 3)], **options})
 
+    def test_options_of_a_wrong_type(self):
+        """YAML reads "1e-7" as text, for example. It failed in the middle of a step, and some ranges only at construction."""
+        wrong_types = {
+            "eps": "1e-7",
+            "weight_decay": None,
+            "momentum": None,
+            "lr": "1e-3",
+            "ns_steps": 5.0,
+            "nesterov": "no",
+            "ns_coefficients": ("3.4", -4.8, 2.0),
+        }
+        for (name, value), config in itertools.product(wrong_types.items(), CONFIGS):
+            with self.subTest(name=name, config=config):
+                with self.assertRaisesRegex(TypeError, f"^{name} must be"):
+                    options = {"distributed_config": config, name: value}
+                    Muon([torch.randn(2, 3)], **options)
+        wrong_values = {
+            "lr": (torch.tensor([0.1, 0.2]), "Tensor lr must be 1-element"),
+            "adjust_lr_fn": ("match_rms_adam", "match_rms_adam is not supported"),
+            "momentum": (-0.1, "momentum should be >= 0"),
+            "weight_decay": (-1, "weight decay should be >= 0"),
+            "eps": (-1e-7, "eps should be >= 0"),
+            "fused": (True, "fused=True and foreach=True exclude each other"),
+        }
+        for config in CONFIGS[1:]:
+            param = nn.Parameter(torch.randn(2, 3))
+            muon = Muon([param], foreach=True, distributed_config=config)
+            param.grad = torch.randn(2, 3)
+            muon.step()
+            (group,) = muon.param_groups
+            momentum = muon.state[param]["momentum_buffer"]
+            cases = [(name, value, name) for name, value in wrong_types.items()]
+            cases += [(name, *case) for name, case in wrong_values.items()]
+            for name, value, words in cases:
+                with self.subTest(name=name, config=config):
+                    before = param.detach().clone(), momentum.clone()
+                    right, group[name] = group[name], value
+                    with self.assertRaisesRegex((TypeError, ValueError), words):
+                        muon.step()
+                    self.assertEqual((param, momentum), before, rtol=0, atol=0)
+                    group[name] = right
+                    muon.step()
+                    self.assertNotEqual(param, before[0])
+
     def test_matrix_without_rows_in_larger_memory(self):
         """It has no address, as a parameter whose storage is gone, but nothing is lost."""
         empty = torch.nn.Parameter(torch.ones(4, 3)[:0])

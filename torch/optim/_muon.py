@@ -14,6 +14,7 @@ from . import _muon_checks as checks
 from ._muon_formulas import _adjust_lr, in_order_of, MuonFormulas  # noqa: F401
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
+    check_newton_schulz,
     Coefficients,
     DEFAULT_A,
     DEFAULT_B,
@@ -186,7 +187,7 @@ class Muon(Optimizer):
         self._distributed_config = checks.checked_config(distributed_config)
         if self._distributed_config is None:
             # Before the parameters, as upstream does.
-            checks.check_options(defaults)
+            MuonFormulas.of_group(defaults).check_values()
         super().__init__(params, defaults)
         if self._distributed_config is not None:
             # The other ranks hear of an error before it is raised.
@@ -506,7 +507,9 @@ def _single_tensor_muon(
         )
     if any(g.ndim != 2 and not (takes_more and g.ndim > 2) for g in grads):
         raise ValueError(_NOT_2D)
-    formulas.check()
+    check_newton_schulz(
+        formulas.ns_coefficients, formulas.ns_steps, formulas.ns_algorithm
+    )
     if takes_more or formulas.split.sizes:
         if formulas.flatten:
             pairs = zip(params, grads, strict=True)

@@ -12,14 +12,7 @@ from torch import Tensor
 from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas, problem_with_flatten
 from ._muon_split import Split
-from ._newton_schulz import (
-    check_ns_algorithm,
-    check_ns_steps,
-    stored_ns_algorithm,
-)
 
-
-_ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 _WAYS_TO_TAKE_MORE_DIMENSIONS = {
     "flatten": "flatten=True in its group takes it as one matrix",
@@ -100,41 +93,26 @@ def problem_with(
         if split.sizes:
             whole = param.flatten(1) if flatten else param
             text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
+            if has_config:
+                # Functions of the user's know the whole shape, and gather it in a step.
+                text = split.problem
             return f"{described} of shape {shape}: {text}" if text else ""
     return ""
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Raises ValueError for an invalid option of the constructor or of a parameter group."""
-    lr, adjust_lr_fn = options["lr"], options["adjust_lr_fn"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    for name in ("lr", "momentum", "weight_decay"):
-        if not 0.0 <= options[name]:
-            title = "Learning rate" if name == "lr" else name.replace("_", " ")
-            raise ValueError(f"{title} should be >= 0 but is: {options[name]}")
-    if adjust_lr_fn is not None and adjust_lr_fn not in _ADJUST_LR_FNS:
-        raise ValueError(
-            f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
-        )
-    check_ns_steps(options["ns_steps"])
-    # A user may have written another name into a group since.
-    check_ns_algorithm(stored_ns_algorithm(options["ns_algorithm"]))
-    if options["fused"] and options["foreach"]:
-        raise ValueError("fused=True and foreach=True exclude each other; pass one")
 
 
 def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
     config = muon._distributed_config
     groups = muon.param_groups
+    formulas = [MuonFormulas.of_group(group) for group in groups]
     try:
-        for options in (muon.defaults, *groups[first_group:]):
-            check_options(options)
+        # Groups may have other options than these.
+        MuonFormulas.of_group(muon.defaults).check_values()
+        for of_group in formulas[first_group:]:
+            of_group.check()
     except (TypeError, ValueError) as error:
         return error
     takes_stacks = muon._allow_batched_matrices
-    forms = [MuonFormulas.of_group(group).form for group in groups]
     seen: dict[Tensor, str] = {}
     for index, (group, name, param) in enumerate(named_params(groups)):
         if group < first_group:
@@ -146,7 +124,7 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
                 return ValueError(
                     f"{other} and {described} are the same tensor; pass tied weights to Muon once"
                 )
-        form = forms[group]
+        form = formulas[group].form
         text = problem_with(param, described, form, takes_stacks, config)
         if text:
             return ValueError(text)

@@ -5,6 +5,7 @@ a ``distributed_config``, the engine runs them between its collectives.
 import math
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from ._muon_split import Split
 from ._newton_schulz import (
     as_tuples,
     check_newton_schulz,
+    check_ns_algorithm,
+    check_ns_steps,
     newton_schulz,
     NS_DTYPE,
     stored_ns_algorithm,
@@ -26,6 +29,7 @@ _BATCH_BYTES = 64 * 1024**2
 # On accelerators, symmetric products are launched more often, which takes the host longer for small batches.
 _SYMMETRIC_BATCH_BYTES = 128 * 1024**2
 _WHOLE = Split()
+ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
 def _adjust_lr(
@@ -204,7 +208,44 @@ class MuonFormulas(NamedTuple):
             matrices = [part for matrix in whole for part in self.split.parts(matrix)]
         return matrices
 
+    def check_values(self) -> None:
+        """Raises TypeError or ValueError, which name the option, for an option of a wrong type or out of its range. It
+        reads no value from an accelerator.
+        """
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ValueError(f"Tensor {name} must be 1-element")
+                if type(value) is not Tensor or not value.is_cpu:
+                    continue
+            elif not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number but is {value!r}")
+            if not 0.0 <= value:
+                title = "Learning rate" if name == "lr" else name.replace("_", " ")
+                raise ValueError(f"{title} should be >= 0 but is: {value}")
+        for name in ("nesterov", "foreach", "fused"):
+            value = getattr(self, name)
+            if value not in (None, False, True):
+                raise TypeError(f"{name} must be a bool but is {value!r}")
+        if self.adjust_lr_fn is not None and self.adjust_lr_fn not in ADJUST_LR_FNS:
+            raise ValueError(
+                f"Adjust learning rate function {self.adjust_lr_fn} is not supported; use one of {ADJUST_LR_FNS}"
+            )
+        if not isinstance(self.ns_steps, Integral):
+            raise TypeError(f"ns_steps must be an int but is {self.ns_steps!r}")
+        check_ns_steps(self.ns_steps)
+        check_ns_algorithm(self.ns_algorithm)
+        if self.fused and self.foreach:
+            raise ValueError("fused=True and foreach=True exclude each other; pass one")
+
     def check(self) -> None:
+        """Raises TypeError or ValueError for an invalid option, and for options that do not belong together."""
+        self.check_values()
+        for of_step in self.ns_coefficients:
+            numbers = of_step if isinstance(of_step, tuple) else (of_step,)
+            if not all(isinstance(number, (Real, Tensor)) for number in numbers):
+                raise TypeError(f"ns_coefficients must be numbers but has {of_step!r}")
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
     def option_texts(self) -> dict[str, str]:

@@ -40,14 +40,21 @@ class Split(NamedTuple):
     def lines(self) -> int:
         return sum(self.sizes) * self.repeats
 
-    def problem_with(self, shape: Sequence[int], stacked: int = 0) -> str:
-        """Why a matrix of ``shape`` cannot be cut; "" if it can. ``stacked`` dimensions come before its own."""
+    @property
+    def problem(self) -> str:
+        """Why no matrix can be cut; "" if one of the right size can."""
         numbers = *self.sizes, self.repeats
         are_counts = all(type(n) is int and n > 0 for n in numbers)
-        if not are_counts or type(self.dim) is not int or self.dim not in (0, 1):
-            is_malformed = isinstance(self.sizes[0], str)
-            found = self.sizes[0] if is_malformed else self.option
-            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {found}"
+        if are_counts and type(self.dim) is int and self.dim in (0, 1):
+            return ""
+        is_malformed = isinstance(self.sizes[0], str)
+        found = self.sizes[0] if is_malformed else self.option
+        return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {found}"
+
+    def problem_with(self, shape: Sequence[int], stacked: int = 0) -> str:
+        """Why a matrix of ``shape`` cannot be cut; "" if it can. ``stacked`` dimensions come before its own."""
+        if self.problem:
+            return self.problem
         length = shape[self.dim]
         if self.lines == length:
             return ""
@@ -69,6 +76,17 @@ class Split(NamedTuple):
         """The shape of a part as a matrix."""
         lines = math.prod(shape[:-1] if self.dim == 0 else shape[1:])
         return (lines, shape[-1]) if self.dim == 0 else (shape[0], lines)
+
+    def shapes_of_parts(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
+        """The shapes of the parts of a matrix of ``shape``; its own if it is not split."""
+        if not self.sizes:
+            return [shape]
+        rows, columns = shape
+        shapes: list[tuple[int, int]] = []
+        for size in self.sizes:
+            lines = size * self.repeats
+            shapes.append((rows, lines) if self.dim else (lines, columns))
+        return shapes
 
 
 def _sizes_of(option: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from itertools import starmap
-from types import MappingProxyType
 from typing import Any, TYPE_CHECKING
 
 from torch.optim._muon import Muon
@@ -66,42 +65,36 @@ def _allowing_for_rounding(a: float, b: float, c: float) -> tuple[float, float, 
     )
 
 
-POLAR_EXPRESS: Mapping[str, Any] = MappingProxyType(
-    {
-        "ns_coefficients": (
-            *starmap(_allowing_for_rounding, _POLAR_EXPRESS_IN_EXACT_ARITHMETIC),
-            (1.875, -1.25, 0.375),
-        ),
-        "ns_steps": 8,
-    }
-)
+POLAR_EXPRESS: dict[str, Any] = {
+    "ns_coefficients": (
+        *starmap(_allowing_for_rounding, _POLAR_EXPRESS_IN_EXACT_ARITHMETIC),
+        (1.875, -1.25, 0.375),
+    ),
+    "ns_steps": 8,
+}
 
 # "cubic5" of How Much Orthogonalization Does Muon Need?, https://arxiv.org/abs/2606.00371, and of NVIDIA's
 # Emerging-Optimizers: ten products with the default number of steps instead of fifteen.
-CUBIC: Mapping[str, Any] = MappingProxyType(
-    {
-        "ns_coefficients": (
-            (3.3656576, -3.3420992, 0.0),
-            (2.5744352, -1.4957376, 0.0),
-            (2.5368962, -1.4312570, 0.0),
-            (2.4418906, -1.2764040, 0.0),
-            (2.2230472, -0.9630650, 0.0),
-        ),
-        "ns_steps": 5,
-    }
-)
+CUBIC: dict[str, Any] = {
+    "ns_coefficients": (
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
+    "ns_steps": 5,
+}
 
 # DeepSeek-V4's technical report: eight steps of Keller Jordan's coefficients, and two that bring singular values
 # closer to one.
-DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
-    {
-        "ns_coefficients": (
-            *((3.4445, -4.7750, 2.0315),) * 8,
-            *((2.0, -1.5, 0.5),) * 2,
-        ),
-        "ns_steps": 10,
-    }
-)
+DEEPSEEK_V4: dict[str, Any] = {
+    "ns_coefficients": (
+        *((3.4445, -4.7750, 2.0315),) * 8,
+        *((2.0, -1.5, 0.5),) * 2,
+    ),
+    "ns_steps": 10,
+}
 
 
 def create_dtensor_config(

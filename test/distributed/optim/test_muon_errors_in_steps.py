@@ -80,6 +80,28 @@ class TestMuonStepMistakes(MistakesTestCase):
         step()
         self.assertRaisesEverywhere(step, RuntimeError, pattern)
 
+    def test_option_of_a_wrong_type(self):
+        """It failed in the middle of the step, after which this optimizer did not go on."""
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)]))
+        twins.step()
+        for name, value in ("eps", "1e-7"), ("weight_decay", None), ("lr", -1):
+            with self.subTest(name=name):
+                before = snapshot(twins.params)
+                right = [group[name] for group in twins.optimizer.param_groups]
+                for group in twins.optimizer.param_groups:
+                    group[name] = value
+                twins.set_gradients()
+                step = twins.optimizer.step
+                self.assertRaisesEverywhere(
+                    step, (TypeError, ValueError), "must|should"
+                )
+                with self.everywhere():
+                    self.assertEqual(snapshot(twins.params), before)
+                for group, original in zip(twins.optimizer.param_groups, right):
+                    group[name] = original
+                twins.step()
+                self.assertParity(twins)
+
     def test_failure_of_another_optimizer_over_the_same_ranks(self):
         """A rank that fails in one optimizer's step and then stays away is missed in the other's."""
         mesh = self.mesh_of_its_own("another")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
+    DistributedConfig,
     partition_named_parameters,
     split_of,
 )
@@ -383,6 +384,66 @@ class TestMuonForms(OnCPU):
                 }
                 build = partial(Muon, [group], **options)
                 self.assertRaisesEverywhere(build, ValueError, pattern)
+
+
+class TestSplitWithFunctionsOfTheUsers(OnCPU):
+    """The sizes of a split are those of the whole weight. Those of the shard passed, and failed in the first step."""
+
+    def sharded_config(self):
+        """Each rank holds as many rows as the others."""
+
+        def gather(piece, owner, state):
+            pieces = [torch.empty_like(piece) for _ in range(self.world_size)]
+            dist.all_gather(pieces, piece.contiguous())
+            return torch.cat(pieces)
+
+        def redistribute(full, owner, state):
+            dist.broadcast(full, owner)
+            return full.chunk(self.world_size)[self.rank]
+
+        def assign(params, state):
+            return {1: list(range(len(params)))}
+
+        return DistributedConfig(assign, gather, redistribute, {})
+
+    def test_training(self):
+        for split, options, is_exact in (
+            ((8, 8, 8), {}, True),
+            ((16, 4, 4), {"adjust_lr_fn": "match_rms_adamw"}, False),
+            ((16, 4, 4), {}, False),
+            ({"sizes": (4, 1, 1), "repeats": 4}, {}, False),
+            # Each rank has all columns, and cuts its rows as the whole weight is cut.
+            ({"sizes": (2, 4, 2), "dim": 1}, {}, True),
+        ):
+            with self.subTest(split=split, options=options):
+                whole = nn.Parameter(full(0, (24, 8)))
+                shard = nn.Parameter(
+                    whole.detach().chunk(self.world_size)[self.rank].clone()
+                )
+                config = self.sharded_config()
+                group = {"split": split, "lr": 0.1, **options}
+                single = Muon([{"params": [whole], **group}])
+                muon = Muon([{"params": [shard], **group}], distributed_config=config)
+                for step in (1, 2):
+                    whole.grad = full(step, (24, 8))
+                    shard.grad = whole.grad.chunk(self.world_size)[self.rank].clone()
+                    single.step()
+                    muon.step()
+                expected = whole.detach().chunk(self.world_size)[self.rank]
+                with self.everywhere():
+                    # The update of other parts than the first one is rounded once more, to bfloat16.
+                    most = 0 if is_exact else 2 * 0.1 * 1.5 * 2**-8
+                    self.assertEqual(shard.detach(), expected, rtol=0, atol=most)
+
+    def test_sizes_of_the_shard(self):
+        shard = nn.Parameter(torch.ones(6, 8))
+        shard.grad = torch.ones(6, 8)
+        group = {"params": [shard], "split": (2, 2, 2)}
+        muon = Muon([group], distributed_config=self.sharded_config())
+        words = "parameter 0.*adds up to 6, but dimension 0 has 24"
+        self.assertRaisesEverywhere(muon.step, ValueError, words)
+        with self.everywhere():
+            self.assertEqual(shard.detach(), torch.ones(6, 8), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

@@ -331,11 +331,11 @@ class Engine:
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
+        for group in formulas:
+            group.check()
         options = [(group.form, group.compute_key) for group in formulas]
         if options == self._bound_options:
             return options
-        for group in formulas:
-            group.check()
         _check_forms(self.params, formulas)
         refusal = _refusal(self.params, bool(self.agreement.serials))
         if refusal:

@@ -4,6 +4,7 @@ A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a conf
 is then a bucket of its own, whose exchange calls these functions.
 """
 
+import itertools
 import math
 import warnings
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._muon_formulas import _adjust_lr
 from .._newton_schulz import NS_DTYPE
 from .config import DistributedConfig
 from .config_functions import LAYOUTS, lent, READER, STEP
@@ -91,11 +93,25 @@ class FunctionExchange(InFlight):
             raise RuntimeError(
                 f"gather_fn returned None for {self.param.described} on its owner, which needs the whole matrix"
             )
+        split, flatten = self.param.form
+        if self.whole is not None and split.sizes:
+            problem = split.problem_with(matrix_shape(self.whole.shape, flatten))
+            if problem:
+                raise ValueError(f"{self.param.described}, as gathered: {problem}")
 
     def start_scatter(self) -> None:
         self.piece = self._call("redistribute_fn", self.update)
         # Here, before anything of it or of later parameters moves.
         self.piece = self._step.checked_piece(self)
+
+    @property
+    def holds_whole_parts(self) -> bool:
+        """Whether a split weight cuts this rank's part of the parameter as it cuts the whole one."""
+        split, flatten = self.param.form
+        is_matrix = len(self.local_shape) > 1
+        if not split.sizes or not is_matrix:
+            return not split.sizes
+        return not split.problem_with(matrix_shape(self.local_shape, flatten))
 
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
@@ -220,9 +236,20 @@ class FunctionStep:
         # Some versions gather uneven shards into a view of padded memory.
         whole = local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
-        pairs = zip(formulas.matrices_in(whole), formulas.matrices_in(update))
-        for matrix, out in pairs:
-            out.copy_(formulas.update_of(matrix))
+        results = formulas.matrices_in(update)
+        for matrix, result in zip(formulas.matrices_in(whole), results):
+            result.copy_(formulas.update_of(matrix))
+        if not self.layouts[param.key.index] and not bucket.holds_whole_parts:
+            # No rank knows which part a line of its piece is from. So the pieces have one learning rate, that of the
+            # first part, and the update has what the other parts differ by.
+            split, flatten = param.form
+            scales = [
+                _adjust_lr(1.0, formulas.adjust_lr_fn, shape)
+                for shape in split.shapes_of_parts(matrix_shape(whole.shape, flatten))
+            ]
+            for result, scale in zip(results, itertools.cycle(scales)):
+                if scale != scales[0]:
+                    result.mul_(scale / scales[0])
         bucket.update = update
 
     def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
@@ -299,11 +326,13 @@ class FunctionStep:
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(bucket), flatten)
-            cut = formulas.matrices_in
-            for local, part in zip(cut(local_param), cut(update)):
-                if split.sizes:
-                    shape = split.joined_shape(local.shape)
-                inputs.apply(param.param_group, shape, [local], [part])
+            shapes = split.shapes_of_parts(shape)
+            pieces, updates = [local_param], [update]
+            if bucket.holds_whole_parts:
+                pieces = formulas.matrices_in(local_param)
+                updates = formulas.matrices_in(update)
+            for piece, part, of_part in zip(pieces, updates, itertools.cycle(shapes)):
+                inputs.apply(param.param_group, of_part, [piece], [part])
 
     def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

@@ -23,10 +23,8 @@ def _parts(layout: Layout, split: Split) -> Iterator[Layout]:
     shards = layout.shards
     if split not in shards.parts:
         shards.parts[split] = _shards_of_parts(shards, split)
-    rows, columns = layout.shape
-    for size, of_part in zip(split.sizes, shards.parts[split], strict=True):
-        lines = size * split.repeats
-        shape = (rows, lines) if split.dim else (lines, columns)
+    shapes = split.shapes_of_parts(layout.shape)
+    for shape, of_part in zip(shapes, shards.parts[split], strict=True):
         yield replace(layout, shape=shape, shards=of_part)
 
 

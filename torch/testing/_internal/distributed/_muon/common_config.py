@@ -125,7 +125,8 @@ class NewtonSchulzCalls:
     def _call(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if x.ndim > 2:
             self.batches.append(tuple(x.shape))
-            return torch.stack([self._call(matrix, *args) for matrix in x])
+            options["out"] = None
+            return torch.stack([self._call(matrix, *args, **options) for matrix in x])
         self.shapes.append(tuple(x.shape))
         return self._original(x, *args, **options)
 
