@@ -20,7 +20,6 @@ MODELS = "torch.optim._muon_models"
 ROWS = [
     {"config"},
     {"process_groups"},
-    {"store"},
     {"agreement"},
     {"layouts"},
     {"schedule"},

@@ -313,9 +313,7 @@ class Muon(Optimizer):
         MuonFormulas.normalize(group)
         try:
             if self._distributed_config is None:
-                problem = checks.find_problem(self, len(self.param_groups) - 1)
-                if problem is not None:
-                    raise problem
+                checks.check_muon(self, len(self.param_groups) - 1)
             elif self._engine is not None:
                 from ._muon_install import new_engine
 
@@ -443,7 +441,7 @@ class Muon(Optimizer):
             from ._muon_install import new_engine
 
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            executor.rendezvous(self._tensors())
+            executor.announce_change()
             executor = self._engine = new_engine(self)
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
         without_gradient = executor.step(formulas, self.state)

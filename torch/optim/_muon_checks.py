@@ -100,18 +100,15 @@ def problem_with(
     return ""
 
 
-def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
-    """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
+def check_muon(muon: Any, first_group: int = 0) -> None:
+    """Raises the error for an invalid option, or parameter in ``first_group`` or later."""
     config = muon._distributed_config
     groups = muon.param_groups
     formulas = [MuonFormulas.of_group(group) for group in groups]
-    try:
-        # Groups may have other options than these.
-        MuonFormulas.of_group(muon.defaults).check_values()
-        for of_group in formulas[first_group:]:
-            of_group.check()
-    except (TypeError, ValueError) as error:
-        return error
+    # Groups may have other options than these.
+    MuonFormulas.of_group(muon.defaults).check_values()
+    for of_group in formulas[first_group:]:
+        of_group.check()
     takes_stacks = muon._allow_batched_matrices
     seen: dict[Tensor, str] = {}
     for index, (group, name, param) in enumerate(named_params(groups)):
@@ -121,14 +118,13 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
         if config is not None:
             other = seen.setdefault(param, described)
             if other != described:
-                return ValueError(
+                raise ValueError(
                     f"{other} and {described} are the same tensor; pass tied weights to Muon once"
                 )
         form = formulas[group].form
         text = problem_with(param, described, form, takes_stacks, config)
         if text:
-            return ValueError(text)
-    return None
+            raise ValueError(text)
 
 
 def named_params(

@@ -421,8 +421,8 @@ class OptimizerStepExecutor(Protocol):
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether the executor was built for the parameters of these groups. If not, Muon builds another one."""
 
-    def rendezvous(self, tensors: Sequence[Tensor]) -> None:
-        """Waits until the other ranks have found, too, that their parameters changed."""
+    def announce_change(self) -> None:
+        """Tells the other ranks that parameters have changed. Raises RuntimeError unless they have on all of them."""
 
     def hand_over(self, params: Sequence[Any], states: Any) -> None:
         """Gives the momentum of replaced parameters to those that took their places, for a checkpoint."""

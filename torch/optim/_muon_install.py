@@ -1,6 +1,7 @@
 """The engine of a Muon with a ``distributed_config``: built together with the other ranks."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from . import _muon_checks as checks
@@ -18,11 +19,11 @@ def new_engine(muon: Any) -> Engine:
     # They are about the parameters of the former engine.
     muon._hints = None
     takes_stacks = muon._allow_batched_matrices
-    # The other ranks wait for this one, so they learn of a problem before it is raised.
-    problem = checks.find_problem(muon)
     former = muon._engine
+    # The other ranks wait for this one, so they learn of an error before it is raised.
+    check = partial(checks.check_muon, muon)
     engine = Engine(
-        muon._distributed_config, params, muon.state, takes_stacks, problem, former
+        muon._distributed_config, params, muon.state, takes_stacks, check, former
     )
     if log.isEnabledFor(logging.INFO) and engine.speaks and engine.schedule.layouts:
         from ._muon_reports.describe import in_a_line

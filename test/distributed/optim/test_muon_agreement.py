@@ -3,12 +3,14 @@
 
 import itertools
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim._muon_engine.agreement import agree, Agreement, Signature
+from torch.optim._muon_engine.agreement import agreeing, Agreement, Signature
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.layouts.layout import check_cover, Key
 from torch.testing._internal import common_distributed
@@ -75,14 +77,17 @@ class TestMuonAgreement(common_distributed.MultiProcContinuousTest):
                     self.check_regions(numbers, mesh, placements)
 
     def agreed(self, fields, error=None):
-        """What :func:`agree` raises, or "", and what it found."""
+        """What :func:`agreeing` raises, or "", and what it found."""
         everyone = tuple(range(self.world_size))
         agreement = Agreement()
-        signatures = {everyone: [Signature("parameter 0", tuple(fields.items()))]}
-        sharing = {everyone: [dist.group.WORLD]}
+        reader = mock.Mock(sharing={everyone: [dist.group.WORLD]})
         text = ""
         try:
-            agree(sharing, signatures, error, True, agreement)
+            with agreeing(reader, agreement, True) as signatures:
+                if error is not None:
+                    raise error
+                signature = Signature("parameter 0", tuple(fields.items()))
+                signatures[everyone] = [signature]
         except (RuntimeError, ValueError) as raised:
             text = f"{type(raised).__name__}: {raised}"
         return text, agreement

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine import agreement, process_groups, store
+from torch.optim._muon_engine import agreement, process_groups
 from torch.optim._muon_engine.layouts.collector import PieceCollector
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
@@ -70,7 +70,7 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.
 BUILDING = {
     "reading": Phase(PieceCollector, "add", UNREACHED),
-    "agreement": Phase(agreement, "gather_values", UNREACHED),
+    "agreement": Phase(agreement, "_disagreement", UNREACHED),
     "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }
 STEPPING = {
@@ -288,7 +288,6 @@ class Faults(common_distributed.MultiProcessTestCase):
         dist.init_process_group("gloo", store=self.store, timeout=LONG, **ranks)
         self.store.set(f"process/{self.rank}", pickle.dumps(os.getpid()))
         # The survivors wait this long for the reason of another rank.
-        store.PATIENCE = 1
         team = 0 if self.deadly else self.rank // TEAM
         self.path = os.path.join(folder, str(team))
         self.run_team(team * TEAM, self.cases[team])
@@ -353,31 +352,23 @@ class TestMuonStopped(Faults):
         self.run_cases()
 
 
-def reports(own):
-    """The other ranks' message if the failed rank could still tell them why."""
-    return rf"{RELAYED}.*Rank \d+ reports: {own}"
-
-
 OWN = "LookupError: out of luck"
 RAISING = {
     "memory": Case(
         STEPPING["orthogonalize"],
         exhaust,
         rf"RuntimeError: .*can't allocate memory.* orthogonalize of {NAMED}",
-        reports(rf"RuntimeError in orthogonalize of {NAMED}: .*can't allocate"),
     ),
     "interrupt": Case(
         STEPPING["orthogonalize"],
         interrupt,
         rf"KeyboardInterrupt: .* orthogonalize of {NAMED}",
-        reports(f"KeyboardInterrupt in orthogonalize of {NAMED}"),
     ),
     **{
         name: Case(phase, fail, OWN)
         for name, phase in PHASES.items()
         if name != "orthogonalize"
     },
-    "relay": Case(STEPPING["relay"], fail, OWN, reports("LookupError.*out of luck")),
     "reading": Case(
         BUILDING["reading"], fail, OWN, r"^RuntimeError: rank \d+ reports: out"
     ),

@@ -232,7 +232,7 @@ class TestMuonRegressions(common_muon.OnCPU):
                 self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_out_of_memory_in_an_exchange(self):
-        """It was told as another rank's failure, so this rank left no note for those that wait."""
+        """It was told as another rank's failure."""
         placed = specs(mesh_of(4), [(S0,)])
         for kind in (torch.OutOfMemoryError, torch.AcceleratorError):
             with self.subTest(kind=kind):
@@ -243,10 +243,10 @@ class TestMuonRegressions(common_muon.OnCPU):
                     self.assertRaisesEverywhere(
                         twins.optimizer.step, kind, "of a device"
                     )
-                with mock.patch("torch.distributed.all_gather", side_effect=error):
-                    self.assertRaisesEverywhere(
-                        lambda: Twins(placed), kind, "of a device"
-                    )
+                with mock.patch("torch.distributed.all_reduce", side_effect=error):
+                    found = self.outcome(lambda: Twins(placed))
+                with self.everywhere():
+                    self.assertEqual(found, (kind.__name__, "of a device"))
 
     def test_errors_where_an_exchange_starts_and_ends(self):
         """A backend's error names the bucket and its matrices; an own error remains as it is."""
@@ -265,16 +265,14 @@ class TestMuonRegressions(common_muon.OnCPU):
         for placement in (S0, R):
             with self.subTest(placement=placement):
                 spec, owners = Spec((8, 8), mesh_of(4), (placement,)), Counter()
-                # A rank built optimizers that failed on it alone.
-                if self.rank == 2:
-                    counters_of(ranks).optimizers += 3
-                most = max(common_muon.everyone(counters_of(ranks).optimizers))
+                before = counters_of(ranks).optimizers
                 for index in range(20):
                     muon = Twins([spec], seed=index).optimizer
                     owners.update(muon.matrix_owners.values())
                 with self.everywhere():
                     self.assertEqual(owners, dict.fromkeys(ranks, 5))
-                    self.assertEqual(muon._engine.agreement.serials, {ranks: most + 19})
+                    serials = {ranks: before + 19}
+                    self.assertEqual(muon._engine.agreement.serials, serials)
 
     def test_optimizers_of_one_config(self):
         """A config served one optimizer at a time."""
@@ -514,21 +512,16 @@ class TestMuonReplaced(common_muon.OnCPU):
     def assertNothingMovesAfterAChange(self, twins, group):
         """Rank 3 has changed parameters, and the others have not."""
         before = [common_muon.local(param.detach()).clone() for param in twins.params]
-        dist.barrier()
-        _set_pg_timeout(timedelta(seconds=2), group)
         found = common_muon.everyone(self.outcome(twins.step))
         with self.everywhere(f"{found}"):
             self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
-            # It waits over the store: a collective would pair up with the others' first one.
-            pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
-            self.assertRegex(found[3][1], pattern)
-            for _, text in found[:3]:
-                self.assertRegex(text, r"Rank 3 reports: it found changed parameters")
+            for _, text in found:
+                self.assertRegex(text, "changed on some of the ranks.* of shape")
             for param, old in zip(twins.params, before, strict=True):
                 self.assertTrue(torch.equal(common_muon.local(param.detach()), old))
 
     def test_plain_parameters_become_dtensors_on_one_rank_only(self):
-        """It waits over the store for ranks that shared nothing with it before."""
+        """It waits for ranks that shared nothing with it before, until the timeout."""
         group = dist.new_group()
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("sharded",))
         twins = self.trained(self.placed())
@@ -536,24 +529,8 @@ class TestMuonReplaced(common_muon.OnCPU):
             self.replace(twins, 1, Spec(SHAPES[1], mesh, (S0,)))
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=2), group)
-        pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
+        pattern = r"could not reach ranks \[0, 1, 2\]"
         self.assertRaisesEverywhere(twins.step, RuntimeError, pattern, [3])
-
-    def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
-        """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
-        requests = []
-        for count in (2, 4):
-            with self.subTest(count=count):
-                twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
-                self.replace(twins, 0, Spec((8, 8), mesh_of(count), (S1,)))
-                store = mock.Mock(wraps=distributed_c10d._get_default_store())
-                with mock.patch.object(
-                    distributed_c10d, "_get_default_store", lambda store=store: store
-                ):
-                    self.assertTrainsAlike(twins, 1, f"{count} ranks")
-                requests.append(max(common_muon.everyone(len(store.method_calls))))
-        self.assertGreater(requests[0], 0)
-        self.assertEqual(*requests)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ MIXED = tuple(
 PROGRAMS = {
     "sharded": Program(4, (PlacedMatrices(FOUR, (0,)), PlacedMatrices(FOUR, (1,)))),
     "a sum": Program(4, (PlacedMatrices(FOUR, ("P", 0), sizes=(2, 2)),)),
-    "many": Program(4, (PlacedMatrices(FOUR, (0,), (4, 4), 256),)),
     "stages": Program(
         8,
         (
@@ -320,24 +319,6 @@ class TestMuonRules(RulesTestCase):
 
         contributions = PlacedMatrices(FOUR, ("P", 0), sizes=(2, 2), offloaded=True)
         step_of(Program(4, (contributions,)), 0, Accelerator(), LAZY)
-
-    def test_two_optimizers_of_which_one_has_many_matrices(self):
-        """The statuses of the first matrices and those of the others are one all-reduce each, launched together."""
-        program = PROGRAMS["many"]
-        with Rank(program, 0, LAZY) as rank, Accelerator() as accelerator:
-            rank.build()
-            found = []
-            for _ in range(2):
-                accelerator.begin()
-                rank.step()
-                events = []
-                for event, call in accelerator.log:
-                    if call.name == "all_reduce":
-                        events.append(event)
-                found.append(events[:4])
-        first, second = found
-        self.assertEqual(first, ["launch", "wait", "launch", "wait"])
-        self.assertEqual(second, ["launch", "launch", "wait", "wait"])
 
     def test_no_storage_of_mps_is_resized(self):
         memory = Memory(torch.device("mps"))

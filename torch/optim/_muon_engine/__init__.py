@@ -33,5 +33,5 @@ The vocabulary, in the order of the data:
   same ranks.
 
 Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- factory, functions <- building, changes <- engine <- _muon_install <- _muon``.
-``config``, ``process_groups``, ``store`` and ``agreement`` import none of these. Only ``layouts`` knows frameworks.
+``config``, ``process_groups`` and ``agreement`` import none of these. Only ``layouts`` knows frameworks.
 """

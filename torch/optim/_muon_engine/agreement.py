@@ -1,13 +1,14 @@
-"""Ranks check that they are about to build the same engine before anything moves.
+"""How ranks learn whether they agree, before anything moves.
 
-If one rank raised an error alone, its peers would wait for it in a collective. So each rank brings its error and
-a digest of its signatures to one all-gather per group, and all ranks come to the same conclusion.
+If one rank raised an error alone, its peers would wait for it in a collective. So ranks compare bytes: an all-reduce
+takes the maximum of each byte and of its complement. All ranks have the same byte if and only if the two maxima add up
+to 255. A rank without an opinion sends zero twice. Ranks send texts only if they differ, or if one of them has a problem.
 """
 
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from . import process_groups
@@ -24,11 +26,10 @@ from .process_groups import counters_of, device_of_group, larger_first, listed, 
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
-_WHAT_MAKES_ONE_GRID = {
-    "groups": "process groups of one grid, as those of a DeviceMesh",
-    "assign_fn": "an assign_fn that returns the same on all of them",
-}
-_ONE_GRID = "Pass " + ", and ".join(_WHAT_MAKES_ONE_GRID.values())
+_ONE_GRID = (
+    "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of "
+    "them"
+)
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 
@@ -39,6 +40,22 @@ class Signature(NamedTuple):
     fields: tuple[tuple[str, str], ...]
 
 
+class Problem(NamedTuple):
+    """An error of one rank, as other ranks raise it."""
+
+    kind: type[Exception]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Problem":
+        """A problem of this rank, or one that another rank has reported to it."""
+        kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
+        text = str(error)
+        if " reports: " not in text:
+            text = f"rank {process_groups.process_rank()} reports: {text}"
+        return cls(kind, text)
+
+
 @dataclass
 class Agreement:
     """The groups of ranks that share matrices with this rank."""
@@ -47,108 +64,114 @@ class Agreement:
     groups: dict[Ranks, ProcessGroup | None] = field(default_factory=dict)
     # The serial number of this optimizer among those over the same ranks.
     serials: dict[Ranks, int] = field(default_factory=dict)
-    # Those that overlap others, on this rank or on another one of them, without containing these.
-    overlapping: set[Ranks] = field(default_factory=set)
 
 
-def agree(
-    sharing: Mapping[Ranks, Sequence[ProcessGroup]],
-    signatures: Mapping[Ranks, Sequence[Signature]],
-    error: BaseException | None,
-    is_lasting: bool,
-    agreement: Agreement,
-) -> None:
-    """Makes the process group of all ranks that share matrices, and compares their signatures in it.
-    ``sharing`` has the framework's groups among ranks that share matrices. The other ranks raise an ``error``
-    of this rank, too. ``agreement`` has those keys of ``sharing`` that overlap another one of this rank's. It gets
-    those that overlap another one of any rank's, the groups and the serial numbers.
-    """
-    groups, serials = agreement.groups, agreement.serials
-    # If one group fails, this rank leaves a note for the ranks of all, which the next optimizer must not read.
-    for ranks in sharing:
-        if len(ranks) > 1:
-            serials[ranks] = counters_of(ranks).optimizers
-            counters_of(ranks).optimizers += 1
-    for ranks in larger_first(sharing):
-        groups[ranks] = None
-        if len(ranks) == 1:
-            continue
-        counters, shared = counters_of(ranks), signatures[ranks]
-        described = [signature.description for signature in shared]
-        digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).hexdigest()
-        with _reaching(ranks, described, error):
-            group = groups[ranks] = process_groups.spanning_group(ranks, sharing[ranks])
-        own = digest, serials[ranks], ranks in agreement.overlapping
-        answers, error = gather_values(group, own, error, described)
-        digests, counted, overlaps = zip(*answers)
-        if any(overlaps):
-            agreement.overlapping.add(ranks)
-        # All ranks see the same digests, so all of them or none compare their fields.
-        if error is None and len(set(digests)) > 1:
-            everyone, error = gather_values(group, list(shared), None, described)
-            error = error or common(ValueError(_first_difference(ranks, everyone)))
-        # Ranks that built other optimizers before go on with the largest number.
-        serials[ranks] = max(counted)
-        counters.optimizers = serials[ranks] + 1
-        if error is None and is_lasting:
-            # The next optimizer's owners start where those of this one stop.
-            counters.first_owner = (counters.first_owner + len(shared)) % len(ranks)
-    if error is not None:
-        raise error
-
-
-def common(error: BaseException) -> BaseException:
-    """Marks an error whose text holds on all ranks, so that they do not add which rank reports it."""
-    error._muon_common = True  # type: ignore[attr-defined]
-    return error
-
-
-def gather_values(
-    group: ProcessGroup,
-    value: Any,
-    error: BaseException | None,
-    shared: Sequence[str] = (),
-) -> tuple[list[Any], BaseException | None]:
-    """Returns ``value`` of every rank of ``group`` in the group's order, and the first error of a rank. This
-    rank's own error comes first. If ranks cannot be reached, it names the ``shared`` parameters.
-    """
-    report, me = None, dist.get_rank()
-    if error is not None:
-        kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
-        is_common = hasattr(error, "_muon_common")
-        report = kind, str(error) if is_common else f"rank {me} reports: {error}"
-    with _reaching(dist.get_process_group_ranks(group), shared, error):
-        answers = all_gather_object((report, value), group)
-    reports = [report for report, _ in answers if report is not None]
-    if error is None and reports:
-        kind, text = reports[0]
-        error = common(kind(text))
-    return [value for _, value in answers], error
-
-
-def raise_everywhere(error: Any, groups: Iterable[Any], names: Sequence = ()) -> None:
-    """Raises ``error``, or one of another rank of ``groups``. All ranks must make this call in one order."""
-    for group in groups:
-        _, error = gather_values(group, None, error, names)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error
+def differences(reduced: Tensor) -> Tensor:
+    """Which bytes of a reduced table ranks have different opinions of."""
+    largest, complements = reduced.short()
+    return largest + complements > 255
 
 
 @contextmanager
-def _reaching(
-    ranks: Sequence[int], shared: Sequence[str], error: BaseException | None
+def agreeing(
+    reader: Any, agreement: Agreement, is_lasting: bool
+) -> Iterator[dict[Ranks, list[Signature]]]:
+    """The ranks that share matrices compare the signatures that the body adds, and raise an error of one body on all ranks.
+    The groups are those that ``reader`` knows after the body.
+    """
+    signatures: dict[Ranks, list[Signature]] = {}
+    own_error = problem = None
+    try:
+        yield signatures
+    except Exception as error:
+        own_error = error
+        problem = Problem.of(error)
+    # Smaller groups first, so that a problem reaches the larger ones that contain them.
+    for ranks in reversed(larger_first(reader.sharing)):
+        agreement.groups[ranks] = None
+        if len(ranks) == 1:
+            continue
+        shared = signatures.get(ranks, [])
+        described = [signature.description for signature in shared]
+        with reaching(ranks, described):
+            group = process_groups.spanning_group(ranks, reader.sharing[ranks])
+            agreement.groups[ranks] = group
+            found = _disagreement(ranks, group, shared, problem)
+        problem = problem or found
+        counters = counters_of(ranks)
+        agreement.serials[ranks] = counters.optimizers
+        if found is None:
+            counters.optimizers += 1
+            if is_lasting:
+                # The next optimizer's owners start where those of this one stop.
+                counters.first_owner = (counters.first_owner + len(shared)) % len(ranks)
+    _raise(own_error, problem)
+
+
+def _raise(own_error: Exception | None, problem: Problem | None) -> None:
+    """Raises this rank's error, or else that of another rank, if there is one."""
+    try:
+        if own_error is not None:
+            raise own_error
+        if problem is not None:
+            raise problem.kind(problem.text)
+    finally:
+        # The error refers to this frame, and so to the memory of all frames of its traceback.
+        del own_error
+
+
+def _disagreement(
+    ranks: Ranks,
+    group: ProcessGroup,
+    shared: Sequence[Signature],
+    problem: Problem | None,
+) -> Problem | None:
+    """The problem of a rank of ``group``, or how their signatures differ; None if all agree. All ranks must call this."""
+    digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).digest()
+    values = torch.tensor([*digest, problem is not None], dtype=torch.uint8)
+    table = torch.stack([values, 255 - values]).to(device_of_group(group))
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    reduced = table.cpu()
+    if not differences(reduced).any() and not reduced[0, -1]:
+        return None
+    answers = all_gather_object((problem, list(shared)), group)
+    for reported, _ in answers:
+        if reported is not None:
+            return reported
+    everyone = [signatures for _, signatures in answers]
+    return Problem(ValueError, _first_difference(ranks, everyone))
+
+
+@contextmanager
+def raising_everywhere(
+    groups: Iterable[ProcessGroup], names: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Raises ``error``, or else a RuntimeError that names the other ranks, if a collective fails."""
+    """The ranks of ``groups``, which share matrices with these ``names``, raise an error of one body on all ranks."""
+    own_error = problem = None
+    try:
+        yield
+    except Exception as error:
+        own_error = error
+        problem = Problem.of(error)
+    # The tensors of a dry run may be fake, but this exchange is real.
+    with unset_fake_temporarily():
+        for group in groups:
+            with reaching(process_groups.group_ranks(group), names):
+                reported = all_gather_object(problem, group)
+            problem = problem or next(filter(None, reported), None)
+    _raise(own_error, problem)
+
+
+@contextmanager
+def reaching(ranks: Sequence[int], shared: Sequence[str]) -> Iterator[None]:
+    """Raises a RuntimeError that names the other ranks and what they have ``shared``, if a collective fails."""
     try:
         yield
     except process_groups.OWN_ERRORS:
         raise
     except RuntimeError as failed:
         others = sorted(set(ranks) - {dist.get_rank()})
-        raise error or RuntimeError(
+        raise RuntimeError(
             f"could not reach ranks {others}, which share {listed(shared, 1) or 'parameters'} with this one. One of them "
             f"ended, failed, or did not build its Muon within the timeout: {failed}"
         ) from failed

@@ -1,13 +1,13 @@
 """How the ranks build an engine together: they read their parameters, assign owners, agree, and make the schedule."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .agreement import agree, Agreement, Signature
+from .agreement import agreeing, Agreement, Signature
 from .config import DistributedConfig
 from .factory import is_from_factory, users_functions
 from .layouts.dtensor import device_of
@@ -15,7 +15,6 @@ from .layouts.layout import Layout
 from .layouts.reader import describe_state, ParamInfo, Reader
 from .process_groups import (
     larger_first,
-    overlapping_groups,
     Ranks,
     spanning_group,
 )
@@ -63,41 +62,28 @@ class Setting(NamedTuple):
 def build(
     setting: Setting,
     before: Collection[Tensor],
-    error: BaseException | None,
+    check: Callable[[], None],
     is_lasting: bool,
     agreement: Agreement,
 ) -> Plan:
-    """Makes the plan together with the other ranks, and fills ``agreement``, whose serial numbers an engine needs for its
-    notes even if it cannot be built. The ranks compare which parameters are not among those ``before`` a change, so that
-    all replace the same ones. All of them raise an ``error`` of this rank.
+    """Makes the plan together with the other ranks, and fills ``agreement``. The ranks compare which parameters are not
+    among those ``before`` a change, so that all replace the same ones. All of them raise an error of ``check``.
     """
     config, reader = setting.config, setting.reader
-    layouts: list[Layout] = []
-    owners: list[int] = []
-    assignments: Mapping[int, Sequence[int]] = {}
-    signed: list[tuple[Ranks, Signature]] = []
-    try:
-        if reader is not None:
-            infos: list[ParamInfo] = []
-            for param in setting.params:
-                infos.append(ParamInfo(param.config_index, param.key.name, param.form))
-            layouts = reader.read(setting.tensors, infos, error)
-        if error is None:
-            config.check()
-            owners, assignments = _assigned(setting, layouts)
-            signed = list(_signatures(setting, layouts, owners, before))
-    except Exception as raised:
-        error = error or raised
     if reader is None:
-        if error is not None:
-            raise error
+        check()
+        config.check()
+        _, assignments = _assigned(setting, [])
         return Plan(assignments=assignments)
-    signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in reader.sharing}
-    for ranks, signature in signed:
-        signatures[ranks].append(signature)
-    trained = {layout.holders for layout in layouts if not layout.frozen}
-    agreement.overlapping |= overlapping_groups(trained)
-    agree(reader.sharing, signatures, error, is_lasting, agreement)
+    infos: list[ParamInfo] = []
+    for param in setting.params:
+        infos.append(ParamInfo(param.config_index, param.key.name, param.form))
+    with agreeing(reader, agreement, is_lasting) as signatures:
+        layouts = reader.read(setting.tensors, infos, check)
+        config.check()
+        owners, assignments = _assigned(setting, layouts)
+        for ranks, signature in _signatures(setting, layouts, owners, before):
+            signatures.setdefault(ranks, []).append(signature)
     schedule = buckets.make_schedule(
         layouts,
         owners,

@@ -1,26 +1,9 @@
-"""What an engine does when parameters took the places of others: who inherits whose momentum and index, and how the
-ranks meet before they build the engine again.
-"""
+"""What an engine does when parameters took the places of others: who inherits whose momentum and index."""
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed as dist
-from torch import Tensor
-
-from .agreement import Agreement
-from .layouts.reader import Reader
-from .process_groups import (
-    group_timeout,
-    is_dry_run,
-    larger_first,
-    of_world,
-    Ranks,
-    short_name,
-)
 from .runtime.params import Lineage, Param, States
-from .store import check_in, default_store, FailureNotes, missing
 
 
 class Replacement(NamedTuple):
@@ -101,49 +84,3 @@ def fit_momentum(params: Sequence[Param], states: States) -> list[str]:
             restarted.append(param.described)
             del state["momentum_buffer"]
     return restarted
-
-
-def wait_for_all(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
-    """Waits over the store until all of ``ranks`` have come to ``name``. A collective would pair up with
-    whichever collective the other ranks start next. A counter in the store pairs up with nothing. A
-    RuntimeError names the ranks that did not come within ``timeout``.
-    """
-    if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
-        return
-    store, me, met = default_store(), dist.get_rank(), of_world("met")
-    key = f"muon/met/{short_name(ranks)}/{name}/{met.get((ranks, name), 0)}"
-    if check_in(key) == len(ranks):
-        store.set(f"{key}/all", "=")
-    try:
-        store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
-    except RuntimeError as error:
-        absent = missing(key, ranks)
-        # Otherwise a later rendezvous would count this rank as present.
-        store.delete_key(f"{key}/{me}")
-        store.add(key, -1)
-        raise RuntimeError(
-            f"rank {me} found changed parameters in step() and timed out waiting for ranks {absent}, which share "
-            "parameters with it, to change them too. All of these ranks must make the change before the same step()"
-        ) from error
-    met[ranks, name] = met.get((ranks, name), 0) + 1
-
-
-def meet(
-    reader: Reader,
-    agreement: Agreement,
-    tensors: Sequence[Tensor],
-    notes: FailureNotes,
-) -> None:
-    """Waits in ``step()`` until all ranks that share matrices have found that parameters changed to ``tensors``."""
-    groups: dict[Any, Any] = {}
-    for ranks in agreement.serials:
-        groups[ranks] = [agreement.groups[ranks]]
-    groups |= reader.rendezvous_groups(tensors)
-    # Ranks that are in the step already find this note after their collective failed.
-    notes.leave(
-        "it found changed parameters in step(), and waits for the other ranks to change them too"
-    )
-    for ranks in larger_first(groups):
-        timeout = group_timeout(groups[ranks])
-        wait_for_all(ranks, timeout, str(agreement.serials.get(ranks)))
-    notes.take_back()

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,16 +17,15 @@ from .building import build, Plan, Setting
 from .config import DistributedConfig
 from .layouts.local import traits_of
 from .process_groups import listed, Ranks
+from .runtime.matrices import matrices_of
 from .runtime.packed import PackedStep
 from .runtime.params import Lineage, Param, States, StepInputs
+from .runtime.statuses import side_channel
 from .runtime.transport import CollectiveError
 from .schedule.schedule import Schedule
-from .store import FailureNotes
 
 
 log = logging.getLogger("torch.optim.muon")
-
-_FAILED_BEFORE = "another rank failed before this step. "
 
 
 class StepRunner(Protocol):
@@ -61,8 +60,8 @@ class StepRunner(Protocol):
 
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters. It takes a copy of ``config``, whose
-    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. This rank
-    raises an unread error of ``former``'s last step, or else ``error``, after the other ranks have learned of it.
+    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. If ``check``
+    raises an error, or the last step of ``former`` has an unread one, all ranks that share matrices raise it.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Engine:
         params: Sequence[Param],
         states: States,
         takes_stacks: bool = False,
-        error: BaseException | None = None,
+        check: Callable[[], None] = lambda: None,
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
@@ -93,7 +92,6 @@ class Engine:
             self.reader = factory.reader_of(config, takes_stacks)
             self._lineage = Lineage(params, {})
         else:
-            error = former.new_failure() or error
             replaced = self._continue(former)
         for param in params:
             index = param.config_index if former is None else -1
@@ -102,38 +100,36 @@ class Engine:
         before = {param.tensor for param in (former or self).params}
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         device_index = _device_index(params)
-        try:
-            # The assignment computes with tensors, which must be real in a dry run, too.
-            with (
-                unset_fake_temporarily(),
-                torch.accelerator.device_index(device_index),
-            ):
-                self.plan = build(
-                    self._setting, before, error, is_lasting, self.agreement
-                )
-            self.ordered = self._in_common_order()
-            if former is not None:
-                self._inherit(replaced, states)
-            # Parameters on meta will be materialized, which builds another engine.
-            is_meta = any(param.tensor.is_meta for param in params)
-            if self.is_packed and self.device.type != "cpu" and not is_meta:
-                from .runtime.connecting import take_memory_and_connect
 
-                take_memory_and_connect(self._make_runner, self.agreement, device_index)
-        except Exception as raised:
-            for step in (self.steps, self.steps + 1):
-                self._notes(step).leave(f"{type(raised).__name__}: {raised}")
-            raise
+        def check_all() -> None:
+            if former is not None:
+                former.synchronize()
+            check()
+
+        # The assignment computes with tensors, which must be real in a dry run, too.
+        with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
+            self.plan = build(
+                self._setting, before, check_all, is_lasting, self.agreement
+            )
+        self.ordered = self._in_common_order()
+        if former is not None:
+            # A device may not have room for the memory of both.
+            former._runner = None
+            self._inherit(replaced, states)
+        # Parameters on meta will be materialized, which builds another engine.
+        is_meta = any(param.tensor.is_meta for param in params)
+        if self.is_packed and self.device.type != "cpu" and not is_meta:
+            from .runtime.connecting import take_memory_and_connect
+
+            take_memory_and_connect(self._make_runner, self.agreement, device_index)
 
     def _continue(self, former: "Engine") -> list[Any]:
-        """Takes what ``former`` knew, and frees its memory. Returns the parameters that took the places of others."""
+        """Takes what ``former`` knew. Returns the parameters that took the places of others."""
         from .changes import take_places
 
         self.reader = copy.copy(former.reader)
         self.steps = former.steps
         self.failure = former.failure
-        # A device may not have room for the memory of both.
-        former._runner = None
         seen, indices = former._lineage.seen, former._lineage.config_indices
         self._lineage = Lineage(seen, dict(indices))
         return take_places(self._lineage, self.params)
@@ -241,12 +237,21 @@ class Engine:
                 at += 1
         return at == len(self.params)
 
-    def rendezvous(self, tensors: Sequence[Tensor]) -> None:
-        """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
-        from .changes import meet
-
-        if self.reader is not None:
-            meet(self.reader, self.agreement, tensors, self._notes())
+    def announce_change(self) -> None:
+        """Tells the ranks that share matrices in ``step()`` that parameters have changed since this engine was built. Raises
+        RuntimeError unless they have changed on all of these ranks.
+        """
+        if not self.is_packed:
+            return
+        self.synchronize()
+        if isinstance(self._runner, PackedStep):
+            channel = self._runner.side_channel
+        else:
+            matrices = matrices_of(self.schedule, self.params, self.rank)
+            channel = side_channel([*matrices.values()], self.agreement, self.device)
+        difference = channel.share(self.steps, None)
+        if difference:
+            raise RuntimeError(difference)
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
@@ -311,12 +316,7 @@ class Engine:
             if self._runner is not None:
                 self._runner.drain()
             self._fail(error, others_may_go_on)
-            if not isinstance(error, CollectiveError):
-                raise
-            # A launcher may end this process while it asks the others.
-            log.error("%s", error)
-            reasons = str(error), self._notes().wait_for_reason(error.ranks)
-            raise RuntimeError(". ".join(filter(None, reasons))) from error
+            raise
         return inputs.without_gradient
 
     def _checked_options(self, formulas: Sequence[Any]) -> list[tuple]:
@@ -340,20 +340,10 @@ class Engine:
         refusal = _refusal(self.params, bool(self.agreement.serials))
         if refusal:
             raise RuntimeError(refusal)
-        if self._bound_options is None:
-            # After it agreed with this rank, another one may have failed in a group that this one is not in.
-            reason = self._notes().read()
-            if reason:
-                # Through ranks between, a reason may come with this text already.
-                raise RuntimeError(
-                    _FAILED_BEFORE + reason.rpartition(_FAILED_BEFORE)[2]
-                )
         return options
 
     def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
-        """Records the failure, and leaves a note for the ranks that wait for this one. If parameters may have moved on
-        some ranks only, this optimizer does not go on.
-        """
+        """Records the failure. If parameters may have moved on some ranks only, this optimizer does not go on."""
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
@@ -362,35 +352,18 @@ class Engine:
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
-        if is_own:
-            # The ranks that wait for this one are in this step or come to the next one.
-            for step in (
-                (self.steps, self.steps + 1) if others_may_go_on else (self.steps,)
-            ):
-                self._notes(step).leave(failure)
         # A framework of the user's may be able to go on, and so may ranks of which none has moved.
         if self.reader is not None and others_may_go_on:
             self.failure = self.failure or failure
 
-    def _notes(self, step: int | None = None) -> FailureNotes:
-        return FailureNotes(
-            self.agreement.serials, self.steps if step is None else step
-        )
-
-    def new_failure(self) -> RuntimeError | None:
-        """On accelerators: the error of the last step, if it is new. The first call waits for the step's end."""
-        if self.failure or self._runner is None:
-            return None
-        text = self._runner.mismatch()
-        if not text:
-            return None
-        error = RuntimeError(text)
-        self._fail(error, others_may_go_on=True)
-        return error
-
     def synchronize(self) -> None:
-        """Raises the error of the last step, if it is new."""
-        if error := self.new_failure():
+        """On accelerators: raises the error of the last step, if it is new. The first call waits for the step's end."""
+        if self.failure or self._runner is None:
+            return
+        text = self._runner.mismatch()
+        if text:
+            error = RuntimeError(text)
+            self._fail(error, others_may_go_on=True)
             raise error
 
 

@@ -1,7 +1,6 @@
 """Process groups: the one over a matrix's holders, and what ranks know of theirs."""
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,16 +42,6 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     """The order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
-
-
-def overlapping_groups(groups: Iterable[Ranks]) -> set[Ranks]:
-    """Those of one rank's ``groups`` of which another one has some ranks, but neither has all ranks of the other."""
-    members = {ranks: set(ranks) for ranks in groups}
-    overlapping: set[Ranks] = set()
-    for one, other in itertools.combinations(members, 2):
-        if not (members[one] <= members[other] or members[other] <= members[one]):
-            overlapping |= {one, other}
-    return overlapping
 
 
 def process_rank() -> int:

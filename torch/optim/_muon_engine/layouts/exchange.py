@@ -9,28 +9,54 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..agreement import gather_values, raise_everywhere
+from ..agreement import (
+    all_gather_object,
+    Problem,
+    raising_everywhere,
+    reaching,
+)
 from ..process_groups import listed, process_rank, Ranks
 from .joins import Facts, facts_of, join
 from .layout import check_cover, Layout
 from .pieces import KINDS, LocalPieces, Piece
 
 
-def complete(pieces: LocalPieces, error: BaseException | None = None) -> list[Layout]:
-    """The layouts, with the pieces of all ranks put together. Raises the error of any rank of the grid."""
-    facts = facts_of(pieces)
-    described = {
-        name: layout.describe()
-        for name, layout in zip(facts.layouts, pieces.layouts, strict=True)
-    }
-    shared = list(described.values())
+def complete(pieces: LocalPieces) -> list[Layout]:
+    """The layouts, with the pieces of all ranks put together. All ranks of the grid raise the error of one of them."""
     order = _common_order(pieces)
+    # Ranks of the grid may see different contradictions, or none.
+    groups = [pieces.group_of[group] for group in order] + pieces.mesh_groups
+    shared = [layout.describe() for layout in pieces.layouts]
     # Text -> the matrices that it is about.
     said: defaultdict[str, list[str]] = defaultdict(list)
     for text, of_text in pieces.warnings.items():
         said[text] += of_text
+    with raising_everywhere(groups, shared):
+        facts = _facts_of_all(pieces, order, said)
+        layouts = _with_pieces_of_all(pieces.layouts, facts)
+    if all(min(ranks) == process_rank() for _, ranks in order):
+        for text, named in said.items():
+            warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
+    return layouts
+
+
+def _facts_of_all(
+    pieces: LocalPieces,
+    order: Sequence[tuple[str, Ranks]],
+    said: defaultdict[str, list[str]],
+) -> Facts:
+    """This rank's facts after the exchange in each group, in this ``order``. Raises an error of a rank after the last one."""
+    facts = facts_of(pieces)
+    described = dict(zip(facts.layouts, (l.describe() for l in pieces.layouts)))
+    error = pieces.error
     for group in order:
-        answers, error = gather_values(pieces.group_of[group], facts, error, shared)
+        _, ranks = group
+        told = facts if error is None else Problem.of(error)
+        with reaching(ranks, [*described.values()]):
+            answers = all_gather_object(told, pieces.group_of[group])
+        for answer in answers:
+            if isinstance(answer, Problem):
+                error = error or answer.kind(answer.text)
         if error is not None:
             continue
         try:
@@ -39,19 +65,9 @@ def complete(pieces: LocalPieces, error: BaseException | None = None) -> list[La
                 said[hint].append(described[name])
         except Exception as problem:
             error = problem
-    layouts: list[Layout] = []
-    try:
-        if error is None:
-            layouts = _with_pieces_of_all(pieces.layouts, facts)
-    except Exception as problem:
-        error = problem
-    # Ranks of the grid may see different contradictions, or none. All of them must raise.
-    groups = [pieces.group_of[group] for group in order] + pieces.mesh_groups
-    raise_everywhere(error, groups, shared)
-    if all(min(ranks) == process_rank() for _, ranks in order):
-        for text, named in said.items():
-            warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
-    return layouts
+    if error is not None:
+        raise error
+    return facts
 
 
 def _common_order(pieces: LocalPieces) -> list[tuple[str, Ranks]]:

@@ -2,7 +2,6 @@
 and device.
 """
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,15 +134,13 @@ def fitting_momentum(
     return buffer
 
 
-def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> int:
-    """A digest of how collectives must bring ``momentum`` and ``gradient`` to the placements of ``param``; 0 if none
-    must. A ``momentum`` of None fits.
-    """
-    moved: list[tuple[str, str]] = []
+def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
+    """What collectives must bring to the placements of ``param``, in words; "" for nothing. A ``momentum`` of None fits."""
+    moved: list[str] = []
     for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
         if isinstance(tensor, DTensor) and not placed_like(param, tensor):
-            moved.append((kind, str(tensor.placements)))
-    return zlib.crc32(repr(moved).encode()) if moved else 0
+            moved.append(f"{kind} {tensor.placements}")
+    return ", ".join(moved)
 
 
 def _nearest_placements(param: Tensor, buffer: DTensor) -> Sequence[Placement]:

@@ -1,6 +1,6 @@
 """Where an optimizer's parameters are, over process groups, by placements and by FSDP1's metadata."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn, Tensor
@@ -72,10 +72,10 @@ class GroupsReader:
         self,
         params: Sequence[Tensor],
         infos: Sequence[ParamInfo] = (),
-        error: BaseException | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share. The ranks of the groups
-        exchange their parts, and all of them raise an ``error`` of this rank. ``infos`` are about each
+        exchange their parts, and all of them raise an error of ``check`` on one of them. ``infos`` are about each
         parameter (default: its index is its config index).
         """
         is_first = not self._has_read
@@ -91,16 +91,16 @@ class GroupsReader:
             collector = self._collector(pieces, views)
             collector.add_units()
             self.tp_dims.look_at(params, views)
-            if error is None:
-                if is_first:
-                    self._check_indices(len(params))
-                self._add_all(collector, params)
-        except Exception as problem:
+            check()
+            if is_first:
+                self._check_indices(len(params))
+            self._add_all(collector, params)
+        except Exception as error:
             # The other ranks are on their way into the exchange, so they hear of it there.
-            error = error or problem
+            pieces.error = error
         if pieces.group_of:
             pieces.mesh_groups = self._groups_of_meshes()
-        layouts = complete(pieces, error)
+        layouts = complete(pieces)
         self.sharing = self._sharing_of(params, layouts, pieces)
         for layout in layouts:
             index = layout.key.index
@@ -167,13 +167,6 @@ class GroupsReader:
             ]
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
-
-    def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
-        """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        groups = self.dtensors.sharing(params, flat_indices(self._infos))
-        for group in self.shared.values():
-            groups[tuple(sorted(group_ranks(group)))] = [group]
-        return groups
 
     def layouts_of(self, tensor: Tensor, index: int) -> list[Layout]:
         """The layouts of the matrices of a plain ``tensor``, which takes the place of parameter ``index``. The ranks of the

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..agreement import common
 from ..process_groups import listed, Ranks
 from .layout import Regions, Shards
 from .pieces import Cut, Cuts, hashed, in_words, LocalPieces, Piece
@@ -138,7 +137,7 @@ def _joined(
                 of_members = [pieces[r] for r in members]
                 joined = _together(part, cut, of_members)
             except ValueError as error:
-                raise common(ValueError(f"{described[name]}: {error}")) from None
+                raise ValueError(f"{described[name]}: {error}") from None
             is_apart = _are_cut_apart(cut, of_members)
             places = [cut.ranks.index(r) for r in members]
             joined_of[content] = part if is_apart else joined, places, is_apart

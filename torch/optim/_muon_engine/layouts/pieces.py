@@ -87,6 +87,8 @@ class LocalPieces:
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         # Those of the DTensors' meshes, whose ranks must hear of an error, too.
         self.mesh_groups: list[ProcessGroup] = []
+        # Why this rank could not collect them.
+        self.error: Exception | None = None
         self.layouts: list[Piece] = []
         # Index -> the expert's id, also of a stack of which this rank has no matrix.
         self.expert_of: dict[int, int | None] = {}

@@ -1,7 +1,7 @@
 """The reader of DTensors: where an optimizer's parameters are, by their placements."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -51,10 +51,8 @@ class Reader(Protocol):
         self,
         params: Sequence[Tensor],
         infos: Sequence[ParamInfo] = (),
-        error: BaseException | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Layout]: ...
-
-    def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing: ...
 
     def info(self, index: int) -> ParamInfo: ...
 
@@ -82,19 +80,18 @@ class DTensorReader:
         self,
         params: Sequence[Tensor],
         infos: Sequence[ParamInfo] = (),
-        error: BaseException | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Layout]:
-        """The layouts of all matrices in ``params``, in the order of their indices. Raises ``error``, or a ValueError
-        for a parameter that cannot be read. The ranks agree later. ``infos`` are about each parameter (default: its
-        index is its config index).
+        """The layouts of all matrices in ``params``, in the order of their indices. Raises the error of ``check``, or a
+        ValueError for a parameter that cannot be read. The ranks agree later. ``infos`` are about each parameter
+        (default: its index is its config index).
         """
         self._infos = infos
         self.by_param = {}
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
         self.sharing = self.dtensors.sharing(params, flat_indices(infos))
-        if error is not None:
-            raise error
+        check()
         layouts: list[Layout] = []
         for index, param in enumerate(params):
             of_param = self.layouts_of(param, index)
@@ -108,10 +105,6 @@ class DTensorReader:
             self.sharing.setdefault(layout.holders, [])
         layouts = cut_into_parts(layouts, self._infos)
         return layouts
-
-    def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
-        """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        return self.dtensors.sharing(params, flat_indices(self._infos))
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Placements say what TP cuts."""

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ..agreement import Agreement, raise_everywhere
+from ..agreement import Agreement, raising_everywhere
 from ..process_groups import larger_first
 from .packed import PackedStep
 from .transport import InFlight
@@ -19,17 +18,10 @@ def take_memory_and_connect(
     """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error, which
     they exchange on the device with this index.
     """
-    # A list, which is emptied before the error is raised. A local name would keep the error with this frame, and the
-    # error keeps all frames of its traceback with their memory.
-    errors: list[Exception] = []
-    try:
+    ordered = (agreement.groups[ranks] for ranks in larger_first(agreement.serials))
+    groups = [group for group in ordered if group is not None]
+    with torch.accelerator.device_index(device_index), raising_everywhere(groups):
         make_runner()
-    except Exception as raised:
-        errors.append(raised)
-    groups = [agreement.groups[ranks] for ranks in larger_first(agreement.serials)]
-    # A dry run's tensors are fake, but this exchange is real.
-    with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
-        raise_everywhere(errors.pop() if errors else None, groups)
     connect(make_runner())
 
 
@@ -57,8 +49,6 @@ def _starts(runner: PackedStep) -> list[tuple[InFlight, Callable[[], None]]]:
     starts: list[tuple[InFlight, Callable[[], None]]] = []
     for statuses in runner.side_channel.statuses:
         starts.append((statuses, statuses.reduce))
-        if statuses.overlaps:
-            starts.append((statuses, statuses.reduce_flag))
     for bucket in runner.buckets:
         starts += [(bucket, bucket.start_gather), (bucket, bucket.start_scatter)]
         starts += [(relay, relay.start) for relay in bucket.relays]

@@ -8,14 +8,13 @@ from .params import Param, StepInputs
 
 
 class Status(IntEnum):
-    """The gradient of a matrix, as one of its holders sees it."""
+    """The gradient of a matrix, as one of its holders sees it. The holder of no element of it has no opinion."""
 
-    PRESENT = 0
+    EMPTY = 0
     ABSENT = 1
+    PRESENT = 2
     # There is a gradient that this holder cannot use.
-    UNUSABLE = 2
-    # The holder stores no element of the parameter's matrix, so the holder cannot know.
-    EMPTY = 3
+    UNUSABLE = 3
 
 
 class LocalMatrix:

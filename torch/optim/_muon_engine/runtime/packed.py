@@ -109,7 +109,7 @@ class PackedStep:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
         inputs.place(self.progress)
         self._executor.run(inputs)
-        self.side_channel.finish(inputs)
+        self.side_channel.finish()
         self.progress.now = "", ()
 
     def drain(self) -> None:
@@ -119,7 +119,7 @@ class PackedStep:
     def mismatch(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         self.is_unread = False
-        return self.side_channel.mismatch()
+        return self.side_channel.difference()
 
     def bind(self, formulas: Mapping[int, Any]) -> None:
         """Binds what stays the same between steps, and makes this rank's list of operations. ``formulas`` are those of

@@ -119,8 +119,8 @@ class ParamInputs:
             self.problem = fitting.problem_with(tensor, gradient)
 
     @property
-    def move_digest(self) -> int:
-        """A digest of the placements that collectives of DTensor's must change; 0 for none."""
+    def moves(self) -> str:
+        """The placements that collectives of DTensor's must change, in words; "" for none."""
         return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
 
     @property
@@ -182,8 +182,8 @@ class StepInputs:
         self.params: list[Any] = [None] * len(ordered)
         self.problems: list[str] = []
         self.without_gradient: list[Param] = []
-        # Parameter index -> the digest of its momentum's and gradient's placements, if collectives must change them.
-        self.move_digests: dict[int, int] = {}
+        # Parameter index -> the placements of its momentum and gradient, if collectives must change them.
+        self.moves: dict[int, str] = {}
         # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
         # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
@@ -202,9 +202,9 @@ class StepInputs:
             if gradient is None:
                 self.without_gradient.append(param)
             is_as_needed = of_param.is_placed
-            move_digest = 0 if is_as_needed else of_param.move_digest
-            if move_digest:
-                self.move_digests[index] = move_digest
+            moves = "" if is_as_needed else of_param.moves
+            if moves:
+                self.moves[index] = moves
             if formulas[param.param_group].flatten:
                 is_as_needed = False
             if not is_as_needed:

@@ -1,35 +1,71 @@
-"""The side channel: how the ranks of a group learn in a step that they differ.
+"""The side channel: how the ranks of a group learn at the start of a step that they differ.
 
 Gradients never decide which of the engine's collectives run. At the start of a step, each rank of a group puts what it
-knows about each gradient into one small ``all_reduce(MAX)`` of integers, or two if gradients are many, and one more of
-a single integer in groups that overlap others. The first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
-On accelerators, a later step acts on this rank's own status, and the step after it reads the result. A digest
-comes with its negative: it is the same on all ranks if and only if the two maxima add up to zero.
+knows into one all-reduce of bytes (see ``agreement``): a head, and a byte for each gradient. The first steps, and each one on a
+CPU, wait for the result, and raise before anything moves if the ranks differ. On accelerators, a later step acts on what
+this rank knows, and the step after it reads the result.
 """
 
+import itertools
+import zlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..agreement import Agreement
-from ..process_groups import is_dry_run, larger_first, Ranks
-from .matrices import LocalMatrix
+from ..agreement import Agreement, all_gather_object, differences
+from ..process_groups import group_ranks, is_dry_run, larger_first, listed, Ranks
+from .matrices import LocalMatrix, Status
 from .params import StepInputs
-from .status_rows import FIRST_ROWS, Header, StatusRows
 from .transport import InFlight
 
 
-OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
+# All optimizers send as many bytes, so that ranks which confuse them get an error instead of another size.
+BYTES = 2048
+# The head: whether parameters have changed since the engine was built, and whether this rank knows of a problem; and
+# four bytes each of the step, of the optimizer, of the options and of the placements that gradients must change.
+_CHANGED, _PROBLEM = 0, 1
+_STEP, _OPTIMIZER, _OPTIONS, _MOVES = (
+    slice(2, 6),
+    slice(6, 10),
+    slice(10, 14),
+    slice(14, 18),
+)
+_FIRST_GRADIENT = 18
+_PLACES = BYTES - _FIRST_GRADIENT
+# Bytes of the head that say no and yes. Zero is no opinion.
+_NO, _YES = 1, 2
+
+_OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
+_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
+_CHANGED_ALONE = (
+    "parameters changed on some of the ranks that share these, and not on others. All of them must make the change "
+    "before the same step()"
+)
+_ELSEWHERE = "ranks that share matrices with this one have a problem with others that this rank does not hold. Their error says how"
+_OTHER_OPTIONS = "the ranks have different hyperparameters. A scheduler or a checkpoint changed those of some ranks only"
+_OTHER_VALUES = (
+    "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
+    "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
+    "experts that are not shared), leave their group out of the config"
+)
+_UNUSABLE = "a rank has a gradient or momentum for these that it cannot use. The error on that rank says why"
+_SOME_ABSENT = (
+    "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
+    "unused expert or a branch that one rank skips"
+)
+_OTHER_PLACEMENTS = (
+    "the ranks have gradients or momentum of different placements, or some of them have another one than the "
+    "parameter. DTensor's redistribute() needs all of them. Give all ranks the parameter's placement"
+)
 
 
 class Statuses(InFlight):
-    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. The group
-    ``overlaps`` others without containing them.
+    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. ``serial`` is
+    the number of this optimizer among those over the same ranks.
     """
 
     def __init__(
@@ -39,96 +75,228 @@ class Statuses(InFlight):
         group: ProcessGroup,
         serial: int,
         device: torch.device,
-        overlaps: bool = False,
     ) -> None:
         super().__init__(matrices, ranks)
         self._group, self.device = group, device
-        self.overlaps = overlaps
-        # What this rank says.
-        self._own = StatusRows(matrices, serial)
-        # Places of the rows that are whole on every rank, whose values the ranks compare.
-        replicated = [
-            place
-            for place, of_gradient in enumerate(self._own.gradients, 1)
+        # The matrices of each gradient: the parts of a fused weight have one.
+        by_gradient: dict[tuple[int, int], list[LocalMatrix]] = {}
+        for matrix in matrices:
+            by_gradient.setdefault(matrix.gradient_key, []).append(matrix)
+        self.gradients = list(by_gradient.values())
+        self._param_groups = _runs_of_param_groups(self.gradients)
+        # Those that are whole on every rank and whose values were not compared yet.
+        self._replicated = [
+            of_gradient
+            for of_gradient in self.gradients
             if all(len(m.layout.shards.replica_sets) == 1 for m in of_gradient)
         ]
-        self._replica_values: Any = None
-        if replicated:
-            from .replica_values import ReplicaValues
-
-            self._replica_values = ReplicaValues(self._own.gradients, replicated)
-        # The table that the group reduces, and the result on the host. Only copies between a device and pinned
-        # memory do not wait.
-        self._table = torch.zeros_like(self._own.rows, device=device)
+        # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
+        self._was_complete = False
+        # What this rank says, with its complement; what the group reduces; and the result on the host. Only copies
+        # between a device and pinned memory do not wait.
+        self._own = torch.zeros(2, BYTES, dtype=torch.uint8, device="cpu")
+        self._table = torch.zeros_like(self._own, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
         self._has_host_copy = device.type != "cpu"
         if self._has_host_copy:
             pins = torch.accelerator.is_available()
-            self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
+            self._host = torch.zeros_like(self._own, pin_memory=pins)
+        self._write(_OPTIMIZER, _identity(serial, matrices))
         # Fake tensors have no values.
         self._is_dry_run = is_dry_run()
-        # Whether ranks differ, for the groups that overlap others.
-        self._flag = torch.zeros(1, dtype=torch.int64, device=device)
-        # Whether this rank knew of a problem at the start of the last step.
-        self._knew_of_problem = False
         # Whether the result in ``_host`` is unread.
         self._is_unread = False
-        # Whether the result lacks the second all-reduce, which waits until the first one was looked at.
-        self._lacks_second = False
+
+    def _write(self, where: slice, number: int) -> None:
+        """Writes a number of 32 bits into the head."""
+        values = torch.tensor([*number.to_bytes(4, "little")], dtype=torch.uint8)
+        self._own[0, where] = values
+        self._own[1, where] = 255 - values
+
+    def _write_opinions(self, start: int, opinions: Sequence[int]) -> None:
+        """Writes bytes from place ``start``, of which zeros are no opinion."""
+        values = torch.tensor(opinions, dtype=torch.uint8, device="cpu")
+        places = slice(start, start + len(opinions))
+        self._own[0, places] = values
+        self._own[1, places] = torch.where(values == 0, 0, 255 - values)
 
     def start(
-        self, step: int, inputs: StepInputs, knows_of_problem: bool, awaits: bool
+        self, step: int, inputs: StepInputs | None, knows_of_problem: bool
     ) -> None:
-        """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group."""
-        self._own.write(step, inputs, knows_of_problem)
-        self._knew_of_problem = knows_of_problem
+        """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group.
+        Without ``inputs``, its parameters have changed since the engine was built.
+        """
+        head = [_YES if inputs is None else _NO, _YES if knows_of_problem else _NO]
+        self._write_opinions(_CHANGED, head)
+        self._write(_STEP, step)
+        if inputs is None:
+            self._own[:, _OPTIONS.start :] = 0
+        else:
+            self._write(_OPTIONS, self._options_digest(inputs))
+            self._write(_MOVES, self._moves_digest(inputs))
+            if not (inputs.is_complete and self._was_complete):
+                self._write_opinions(_FIRST_GRADIENT, self._opinions(inputs))
+            self._was_complete = inputs.is_complete
         if self._has_host_copy:
             # The last result was read, so this memory is free. A copy from it does not wait.
-            self._host.copy_(self._own.rows)
+            self._host.copy_(self._own)
             self._table.copy_(self._host, non_blocking=True)
         else:
-            self._table.copy_(self._own.rows)
-        if self._replica_values is not None:
-            self._replica_values.write(self._table, inputs)
+            self._table.copy_(self._own)
         self._is_unread = True
-        self._lacks_second = awaits and len(self._table) > FIRST_ROWS
         self.reduce()
 
     def reduce(self) -> None:
-        """Starts the first all-reduce, and also the second one if the step does not await the first."""
-        self._reduce(self._table[:FIRST_ROWS])
-        if len(self._table) > FIRST_ROWS and not self._lacks_second:
-            self._reduce(self._table[FIRST_ROWS:])
+        """Starts the all-reduce."""
+        self._reduce(self._table)
 
-    def _reduce(self, rows: Tensor) -> None:
+    def _reduce(self, table: Tensor) -> None:
         largest, group = dist.ReduceOp.MAX, self._group
         start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
-        self.launch("all-reduce of statuses", start, rows)
+        self.launch("all-reduce of statuses", start, table)
 
-    def reduce_flag(self) -> None:
-        """Starts the all-reduce of one integer that only groups that overlap others have."""
-        self._reduce(self._flag)
+    def _options_digest(self, inputs: StepInputs) -> int:
+        digests = []
+        for param_group, count in self._param_groups:
+            digests.append((inputs.formulas[param_group].options_digest, count))
+        return zlib.crc32(repr(digests).encode())
 
-    def differs_elsewhere(self, knows_of_problem: bool) -> bool:
-        """Whether a rank of this group knows of a problem, as this one may. Waits."""
-        if self._is_dry_run:
-            return False
-        self._flag.fill_(knows_of_problem)
-        self.reduce_flag()
+    def _moves_digest(self, inputs: StepInputs) -> int:
+        """Of the gradients and momenta that collectives of DTensor's must bring to other placements."""
+        if not inputs.moves:
+            return 0
+        moves = [inputs.moves.get(g[0].param_index, "") for g in self.gradients]
+        return zlib.crc32(repr(moves).encode())
+
+    def _opinions(self, inputs: StepInputs) -> list[int]:
+        """A byte for each gradient; for several, if there are more of them than places."""
+        opinions = [int(g[0].status(inputs)) for g in self.gradients]
+        shared = opinions[_PLACES:]
+        if not shared:
+            return opinions
+        places = opinions[:_PLACES]
+        for number, opinion in enumerate(shared):
+            place = number % _PLACES
+            is_known = places[place] and opinion
+            # Ranks with the same opinions have the same byte, which is not zero.
+            places[place] = 1 + (3 * places[place] + opinion) % 251 if is_known else 0
+        return places
+
+    def difference(self, inputs: StepInputs | None, awaits: bool) -> str:
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. Ranks that
+        all wait at the start of a step tell each other more if they differ.
+        """
+        if not self._is_unread or self._is_dry_run:
+            return ""
+        self._is_unread = False
+        self._fetch()
+        if self._copied is not None:
+            self._copied.synchronize()
+        text = ""
+        # If the maxima are what this rank said, all ranks said the same.
+        if not torch.equal(self._host, self._own):
+            text = self._difference(inputs if awaits else None)
+        if not text and awaits and inputs is not None:
+            text = self._other_values(inputs)
+        return text
+
+    def _difference(self, inputs: StepInputs | None) -> str:
+        """How the ranks differ, in words. With ``inputs``, all ranks of the group make this call."""
+        differs = differences(self._host)
+        text = self._other_program(differs)
+        if text:
+            shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
+            return f"{text}. This rank's optimizer has {shared}"
+        gradients = self._other_gradients(differs)
+        for places, text in (_OPTIONS, _OTHER_OPTIONS), (_MOVES, _OTHER_PLACEMENTS):
+            # A rank without a gradient has none to move.
+            if differs[places].any() and not (gradients and places is _MOVES):
+                if inputs is not None:
+                    text += self._first_difference(inputs)
+                return text
+        return gradients or (_ELSEWHERE if self._host[0, _PROBLEM] == _YES else "")
+
+    def _other_program(self, differs: Tensor) -> str:
+        """Whether the ranks are in different steps or optimizers, or only some of them build theirs again."""
+        if differs[_OPTIMIZER].any():
+            return _OTHER_OPTIMIZER
+        if differs[_STEP].any():
+            return _OTHER_STEP
+        return _CHANGED_ALONE if differs[_CHANGED] else ""
+
+    def _other_gradients(self, differs: Tensor) -> str:
+        """The gradients that some ranks lack or cannot use, in words."""
+        found: dict[str, list[str]] = {}
+        largest = self._host[0]
+        for number, of_gradient in enumerate(self.gradients):
+            place = _FIRST_GRADIENT + number % _PLACES
+            is_alone = len(self.gradients) <= _PLACES
+            if is_alone and largest[place] == Status.UNUSABLE:
+                found.setdefault(_UNUSABLE, []).append(_described(of_gradient))
+            elif differs[place]:
+                found.setdefault(_SOME_ABSENT, []).append(_described(of_gradient))
+        for reason in (_UNUSABLE, _SOME_ABSENT):
+            if reason in found:
+                return f"{reason}: {listed(found[reason], 4)}"
+        return ""
+
+    def _first_difference(self, inputs: StepInputs) -> str:
+        """The first option or placement that differs, and its values. All ranks of the group make this call."""
+        own: list[tuple[str, dict[str, str]]] = []
+        for of_gradient in self.gradients:
+            matrix = of_gradient[0]
+            values = inputs.formulas[matrix.param_group].option_texts()
+            values["placements"] = inputs.moves.get(matrix.param_index, "usual")
+            own.append((_described(of_gradient), values))
+        first, *others = all_gather_object(own, self._group)
+        first_rank, *ranks = group_ranks(self._group)
+        for rank, its_own in zip(ranks, others, strict=True):
+            for (described, values), (_, its_values) in zip(first, its_own):
+                for name, value in values.items():
+                    if its_values[name] != value:
+                        return f": {name} of {described} is {value} on rank {first_rank} and {its_values[name]} on rank {rank}"
+        return ""
+
+    def _other_values(self, inputs: StepInputs) -> str:
+        """The matrices whose replicas have different values, in words. All ranks of the group make this call. The values are
+        compared in the first step that moves them: a checkpoint makes one that does not before it loads them.
+        """
+        moved = []
+        remaining = []
+        for of_gradient in self._replicated:
+            formulas = inputs.formulas[of_gradient[0].param_group]
+            (moved if formulas.moves_parameters else remaining).append(of_gradient)
+        if not moved:
+            return ""
+        digests = [
+            _digest_of(of_gradient, inputs).to(self.device) for of_gradient in moved
+        ]
+        values = torch.stack(digests).view(torch.uint8)
+        own = torch.stack([values, 255 - values])
+        table = own.clone()
+        self._reduce(table)
         self.wait()
-        return bool(self._flag)
+        if torch.equal(table, own):
+            self._replicated = remaining
+            return ""
+        differs = differences(table.cpu()).view(len(moved), -1).any(dim=1)
+        others = [_described(moved[number]) for number in differs.nonzero().flatten()]
+        return f"{_OTHER_VALUES}: {listed(others, 4)}"
 
-    def finish(self, inputs: StepInputs) -> None:
+    @property
+    def has_uncompared_values(self) -> bool:
+        """Whether a later step compares values, for which all ranks must wait at its start."""
+        return bool(self._replicated)
+
+    def finish(self) -> None:
         """Ends a step that has moved its matrices."""
-        if self._replica_values is not None:
-            self._replica_values.finish(inputs)
         if self.works:
             self._fetch()
 
     def _fetch(self) -> None:
-        """Waits for the all-reduces in flight, and brings their result to the host. On accelerators, the device waits and
-        not the host: neither for them nor for the copy.
+        """Waits for the all-reduce in flight, and brings its result to the host. On accelerators, the device waits and
+        not the host: neither for it nor for the copy.
         """
         was_in_flight = bool(self.works)
         self.wait()
@@ -138,47 +306,45 @@ class Statuses(InFlight):
             stream = torch.accelerator.current_stream(self.device)
             self._copied = stream.record_event(self._copied)
 
-    def _wait_for_result(self) -> None:
-        self._fetch()
-        if self._copied is not None:
-            self._copied.synchronize()
 
-    def _result(self) -> list[list[int]]:
-        """The rows that were reduced: the header, and one for each gradient. Waits."""
-        self._wait_for_result()
-        return self._host[: self._own.count].tolist()
+def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
+    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
+    keys = [(matrix.layout.key, matrix.layout.shape) for matrix in matrices]
+    # Ranks may name the modules of an expert differently.
+    names = [(k.name if k.expert is None else k.expert, shape) for k, shape in keys]
+    return zlib.crc32(repr((serial, names)).encode())
 
-    def mismatch(self, inputs: StepInputs | None = None) -> str:
-        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
-        ``inputs`` of that step, the text has this rank's options.
-        """
-        if not self._is_unread or self._is_dry_run:
-            return ""
-        self._is_unread = False
-        if not self._lacks_second and not self._knew_of_problem:
-            self._wait_for_result()
-            count = self._own.count
-            if torch.equal(self._host[:count], self._own.rows[:count]):
-                # The maxima are what this rank said, so all ranks said the same.
-                return ""
-        return self._difference(inputs)
 
-    def _difference(self, inputs: StepInputs | None) -> str:
-        """How the ranks differ, in words."""
-        from .mismatches import difference, other_program
+def _runs_of_param_groups(
+    gradients: Sequence[Sequence[LocalMatrix]],
+) -> list[tuple[int, int]]:
+    """The parameter group of each gradient, as (parameter group, number of gradients that follow each other)."""
+    param_groups = [of_gradient[0].param_group for of_gradient in gradients]
+    return [(group, len([*run])) for group, run in itertools.groupby(param_groups)]
 
-        header, *rows = self._result()
-        text = other_program(header, self.matrices)
-        if self._lacks_second and not text:
-            # The second all-reduce comes after this check, or those of two optimizers would pair up.
-            self._reduce(self._table[FIRST_ROWS:])
-            rows = self._result()[1:]
-        text = text or difference(self._own.gradients, rows, inputs)
-        return text or (OTHER_GROUP if header[Header.ELSEWHERE] else "")
+
+def _described(matrices: Sequence[LocalMatrix]) -> str:
+    """The matrices of one gradient, in words."""
+    text = matrices[0].layout.describe()
+    if len(matrices) == 1:
+        return text
+    return f"{text} and {len(matrices) - 1} more of its parts"
+
+
+def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
+    """A digest of the bits of the matrices' values: an integer on their device."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    local = inputs.params[of_gradient[0].param_index].local
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for matrix in of_gradient:
+        for region in matrix.shard:
+            values = region.of_local(local)
+            total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
+    return total
 
 
 class SideChannel:
-    """All side channels of this rank, smaller groups first, so that a mismatch reaches the larger ones that contain
+    """All side channels of this rank, smaller groups first, so that a difference reaches the larger ones that contain
     them.
     """
 
@@ -189,53 +355,43 @@ class SideChannel:
         self.matrices: list[LocalMatrix] = []
         for each in statuses:
             self.matrices += each.matrices
-        # Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step.
+        # Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
         self.awaits = True
 
-    def share(self, step: int, inputs: StepInputs) -> str:
-        """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a mismatch on
-        to larger groups. A group that overlaps others may hear of it in none of them, so ranks that wait for the
-        result pass it on to such groups once more. A rank that cannot use a gradient tells all of its groups,
-        because each of them must end the step here. Returns how ranks differ; "" if they do not, or if it does not
-        wait.
+    def share(self, step: int, inputs: StepInputs | None) -> str:
+        """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a difference on to
+        larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end the
+        step here. Returns how ranks differ; "" if they do not, or if it does not wait. Without ``inputs``, this rank's
+        parameters have changed, and it waits.
         """
         text = ""
-        awaits = self.awaits
         # The unusable gradient may be of a matrix that no other rank has.
-        has_problem = bool(inputs.problems)
+        has_problem = inputs is not None and bool(inputs.problems)
+        awaits = self.awaits or inputs is None
         for statuses in self.statuses:
-            knows_of_problem = has_problem or bool(text)
-            statuses.start(step, inputs, knows_of_problem, awaits)
+            statuses.start(step, inputs, has_problem or bool(text))
             if awaits:
-                # It may launch a collective, so every rank calls it.
-                reason = statuses.mismatch(inputs)
+                reason = statuses.difference(inputs, awaits)
                 # A larger group's own reason says more.
-                if reason and text in ("", OTHER_GROUP):
+                if reason and text in ("", _ELSEWHERE):
                     text = reason
-        if not awaits:
-            return text
-        for statuses in reversed(self.statuses):
-            knows_of_problem = has_problem or bool(text)
-            if statuses.overlaps and statuses.differs_elsewhere(knows_of_problem):
-                text = text or OTHER_GROUP
         return text
 
-    def finish(self, inputs: StepInputs) -> None:
+    def finish(self) -> None:
         """Ends a step that has moved its matrices."""
         for statuses in self.statuses:
-            statuses.finish(inputs)
-        self.awaits = self.device.type == "cpu"
+            statuses.finish()
+        has_uncompared = any(each.has_uncompared_values for each in self.statuses)
+        self.awaits = has_uncompared or self.device.type == "cpu"
 
-    def mismatch(self) -> str:
+    def difference(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        texts = [statuses.mismatch() for statuses in self.statuses]
+        texts = [each.difference(None, awaits=False) for each in self.statuses]
         return "; ".join(filter(None, texts))
 
 
 def side_channel(
-    matrices: Sequence[LocalMatrix],
-    agreement: Agreement,
-    device: torch.device,
+    matrices: Sequence[LocalMatrix], agreement: Agreement, device: torch.device
 ) -> SideChannel:
     """The side channels of the groups that share ``matrices``."""
     by_ranks: dict[Ranks, list[LocalMatrix]] = {}
@@ -245,14 +401,6 @@ def side_channel(
     for ranks in reversed(larger_first(by_ranks)):
         group = agreement.groups[ranks]
         if group is not None:
-            statuses.append(
-                Statuses(
-                    by_ranks[ranks],
-                    ranks,
-                    group,
-                    agreement.serials[ranks],
-                    device,
-                    overlaps=ranks in agreement.overlapping,
-                )
-            )
+            serial = agreement.serials[ranks]
+            statuses.append(Statuses(by_ranks[ranks], ranks, group, serial, device))
     return SideChannel(statuses, device)

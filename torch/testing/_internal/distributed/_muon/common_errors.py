@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +13,6 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
-    everyone,
     full,
     mesh_of,
     R,
@@ -49,33 +47,10 @@ class MistakesTestCase(common_muon.OnCPU):
         build = functools.partial(self.build, placed, **options)
         self.assertRaisesEverywhere(build, kind, pattern)
 
-    def outcomes(self, placed, **options):
-        """How many optimizers each rank builds, and its error: then, or else in the first step.
-
-        Nothing moves.
-        """
-        built = []
-        outcome = self.outcome(lambda: built.append(self.build(placed, **options)))
-        dist.barrier()
-        for optimizer in built:
-            before = snapshot(self.before)
-            for param in optimizer.param_groups[0]["params"]:
-                param.grad = torch.ones_like(param)
-            outcome = self.outcome(optimizer.step)
-            self.assertEqual(snapshot(self.before), before)
-        return everyone((len(built), outcome))
-
-    def mesh_of_its_own(self, name, ranks=None):
+    def mesh_of_its_own(self, name):
         """A mesh over a new group, which a test may break. DTensor's caches know meshes by their names."""
-        group = dist.new_group(ranks, timeout=timedelta(seconds=2))
-        if ranks is not None and self.rank not in ranks:
-            return None
+        group = dist.new_group(timeout=timedelta(seconds=2))
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-
-    def meshes_of_pairs(self, *pairs):
-        """This rank's meshes of their own among those of ``pairs``."""
-        meshes = [self.mesh_of_its_own(f"{pair} of {pairs}", pair) for pair in pairs]
-        return [mesh for mesh in meshes if mesh is not None]
 
     def placed(self):
         return specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])

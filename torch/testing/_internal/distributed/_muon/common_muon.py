@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import Muon
-from torch.optim._muon_engine import store
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._muon.common_config import is_near, randn
@@ -522,6 +521,4 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
-        # The ranks of a test come to a step together, if they come.
-        store.PATIENCE = 1.0
         super()._init_pg(rank, world_size, rdvz_file)

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine import building
-from torch.optim._muon_engine.process_groups import overlapping_groups
 from torch.optim._muon_engine.schedule import buckets, relays
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
@@ -101,15 +99,6 @@ class Rank(contextlib.ExitStack):
                     break
             else:
                 raise ValueError(f"the schedule has no limit {name}")
-        # Each rank plays alone. Real ranks tell each other which of their groups overlap.
-        overlapping = overlapping_groups(
-            {matrices.ranks for matrices in program.placed if matrices.count}
-        )
-        enter(
-            mock.patch.object(
-                building, "overlapping_groups", lambda groups: overlapping & groups
-            )
-        )
         self.meshes: dict[Any, DeviceMesh] = {}
         for matrices in program.placed:
             self.make_mesh(matrices)
