@@ -357,7 +357,7 @@ def _waits(rank: int, world: int, job: step.Job) -> None:
 
 
 def training(machine: Machine) -> Found:
-    """What the optimizers' step is of a training step."""
+    """The share of the optimizers' step in a training step."""
     size, repetitions = (model.BILLION, 3) if machine.gpus else (model.TINY, 1)
     job = size, (OURS, FUSED, *OTHERS), machine.device, repetitions
     found = machine.run(model.train, job)[0]

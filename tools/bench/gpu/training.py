@@ -1,4 +1,4 @@
-"""What the optimizer's step is of a training step: a model like Llama under FSDP2, with compiled blocks."""
+"""Training of a model like Llama under FSDP2, with compiled blocks, in which the optimizers' step is timed."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ from ..layouts import Laid
 
 
 class Size(NamedTuple):
-    """Of the model, and of a micro-batch: a training step of more tokens accumulates gradients."""
+    """Sizes of the model and of a micro-batch. A training step of more tokens accumulates gradients."""
 
     layers: int
     hidden: int
