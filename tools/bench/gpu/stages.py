@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,37 +81,26 @@ def output(command: list[str], seconds: float) -> str:
         fleet.Failed: it failed, or was interrupted after ``seconds``. The message ends with the output.
     """
     with tempfile.TemporaryFile("w+") as file:
-        with _started(command, file) as process:
-            try:
-                code: Any = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = f"none after {seconds:.0f} s"
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, start_new_session=True, cwd=ROOT
+        )
+        try:
+            code: Any = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"none after {seconds:.0f} s"
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            # Its processes have its session, and may outlive it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         file.seek(0)
         text = file.read()
     if code:
         raise fleet.Failed(f"{' '.join(command)}: exit code {code}\n{text}")
     return text
-
-
-@contextlib.contextmanager
-def _started(command: list[str], file: Any) -> Iterator[Any]:
-    """A process that writes into ``file``. In the end, it and those that it started are killed."""
-    process = subprocess.Popen(
-        command,
-        stdout=file,
-        stderr=file,
-        start_new_session=True,
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def middle(call: Callable[[], object], device: str, calls: int = 10) -> float:
