@@ -20,8 +20,7 @@ IMPLEMENTATIONS = {
     "ours-p-a-fused fused=True",
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
-    "adamw": "AdamW(foreach=True)",
-    "fused": "AdamW(fused=True)",
+    "adamw": "AdamW(foreach=True), on GPUs AdamW(fused=True)",
 }
 
 
@@ -51,9 +50,8 @@ def make(
     if name == "stock":
         return stock().Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
     if name == "adamw":
-        return AdamW(laid.params, foreach=True, **OPTIONS)
-    if name == "fused":
-        return AdamW(laid.params, fused=True, **OPTIONS)
+        is_cpu = laid.params[0].device.type == "cpu"
+        return AdamW(laid.params, foreach=is_cpu, fused=not is_cpu, **OPTIONS)
     return AllGatherMuon(laid, ours)
 
 

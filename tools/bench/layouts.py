@@ -123,7 +123,7 @@ def _wrap(
             fully_shard(linear, mesh=mesh["outer"])
         else:
             fully_shard(linear, mesh=mesh)
-    return dtensor_config
+    return _dtensor_config
 
 
 def _ddp_config(group: dist.ProcessGroup, prefetch: int) -> DistributedConfig:
@@ -138,5 +138,5 @@ def _fsdp1_config(linears: nn.ModuleList, prefetch: int) -> DistributedConfig:
     )
 
 
-def dtensor_config(prefetch: int) -> DistributedConfig:
+def _dtensor_config(prefetch: int) -> DistributedConfig:
     return create_dtensor_config(prefetch_count=prefetch)

@@ -334,7 +334,7 @@ class TestMuonFunctional(OnCPU):
 
 
 class TestMuonPerformance(OnGPUs, MultiProcessTestCase):
-    """Prefetching pays if transfers take time. On a CPU, the bench measures it over a delayed wire."""
+    """Prefetching pays if transfers take time."""
 
     world_size = 4
     # Weights of 1.5 GB are made twice.

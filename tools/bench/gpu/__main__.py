@@ -1,101 +1,54 @@
-"""Plays all stages, and writes the page whenever a stage has found something."""
+"""Plays all stages, and writes the page after each of them."""
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .stages import CutOff, Found, Machine, NotRun, STAGES
+from .. import fleet
+from .stages import Found, Machine, NotRun, STAGES
 
 
-LAST = 20  # lines of a traceback or of a program's output
+MOST = 4000  # characters of an error
 
 
-class Page:
-    """The findings of all stages so far, in two files."""
-
-    def __init__(self, folder: Path, about: str) -> None:
-        self.folder = folder
-        self.about = about
-        self.stages: dict[str, dict[str, Any]] = {}
-        self.hardware: dict[str, float] = {}
-        self.began = 0.0
-
-    def begin(self, name: str) -> None:
-        self.began = time.monotonic()
-        self.stages[name] = {"state": "running"}
-        self.tell(name, Found([], {}))
-
-    def tell(self, name: str, found: Found) -> None:
-        """Replaces what the stage has told before."""
-        texts, values, hardware = found
-        self.stages[name] |= {"texts": [*texts], "values": values}
-        self.hardware |= hardware
-        self.write(name)
-
-    def end(self, name: str, state: str, *texts: str) -> None:
-        stage = self.stages[name]
-        stage["state"] = state
-        stage["texts"] += texts
-        self.write(name)
-        print(f"{name}: {state}, {stage['seconds']:.0f} s", flush=True)
-
-    def write(self, name: str) -> None:
-        self.stages[name]["seconds"] = time.monotonic() - self.began
-        values = {"about": self.about, "stages": self.stages, "hardware": self.hardware}
-        content = json.dumps(values, indent=1)
-        self.replace("gpu.json", f"{content}\n")
-        self.replace("gpu.md", self.markdown())
-
-    def replace(self, name: str, text: str) -> None:
-        # A kill leaves the former text, not half of this one.
-        scratch = self.folder / f"{name}.new"
-        scratch.write_text(text)
-        os.replace(scratch, self.folder / name)
-
-    def markdown(self) -> str:
-        parts = ["# Muon on this machine", self.about]
-        for name, stage in self.stages.items():
-            parts.append(f"## {name}: {stage['state']}, {stage['seconds']:.0f} s")
-            for text in stage["texts"]:
-                parts.append(f"```\n{text.rstrip()}\n```")
-        content = "\n\n".join(parts)
-        return f"{content}\n"
-
-
-def play(stage: Callable[[Machine], Found], machine: Machine, page: Page) -> None:
-    name = stage.__name__
-    page.begin(name)
-    machine = machine._replace(tell=partial(page.tell, name))
+def play(stage: Callable[[Machine], Found], machine: Machine) -> tuple[str, Found]:
+    """The state of a stage in words, and what it has found."""
     try:
-        page.tell(name, stage(machine))
+        return "done", stage(machine)
     except NotRun as reason:
-        page.end(name, "not run", str(reason))
-    except CutOff as reason:
-        page.end(name, "cut off", str(reason))
+        return "not run", Found([str(reason)])
+    except fleet.Failed as reason:
+        return "failed", Found([str(reason)[-MOST:]])
     except Exception:
-        lines = traceback.format_exc().rstrip().splitlines()
-        page.end(name, "failed", "\n".join(lines[-LAST:]))
-    except BaseException as reason:
-        page.end(name, "cut off", type(reason).__name__)
-        raise
-    else:
-        page.end(name, "done")
+        return "failed", Found([traceback.format_exc()[-MOST:]])
+
+
+def write(folder: Path, about: str, stages: dict[str, Any], hardware: Any) -> None:
+    """Both pages, for readers and for programs."""
+    values = {"about": about, "stages": stages, "hardware": hardware}
+    content = json.dumps(values, indent=1)
+    (folder / "gpu.json").write_text(f"{content}\n")
+    parts = ["# Muon on this machine", about]
+    for name, stage in stages.items():
+        parts.append(f"## {name}: {stage['state']}, {stage['seconds']:.0f} s")
+        for text in stage["texts"]:
+            parts.append(f"```\n{text.rstrip()}\n```")
+    content = "\n\n".join(parts)
+    (folder / "gpu.md").write_text(f"{content}\n")
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench.gpu", description=__doc__)
     add = result.add_argument
-    add("folder", type=Path, help="for gpu.md, gpu.json and traces")
+    add("folder", type=Path, help="for gpu.md and gpu.json")
     names = [stage.__name__ for stage in STAGES]
     add("--only", nargs="+", choices=names, default=names, metavar="STAGE")
     add("--overlay", default="", help="its name, for the page")
@@ -113,20 +66,34 @@ def main(arguments: list[str]) -> int:
         where = f"on {gpus} x {device}"
     overlay = args.overlay or "unknown"
     about = f"{where}, torch {torch.__version__}, overlay {overlay}"
-    folder = args.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    page = Page(folder, about)
     print(about, flush=True)
-    for stage, seconds in STAGES.items():
-        if stage.__name__ in args.only:
-            ends = time.monotonic() + seconds
-            play(stage, Machine(device, gpus, folder, ends), page)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    stages: dict[str, Any] = {}
+    hardware: dict[str, float] = {}
+    for stage, limit in STAGES.items():
+        name = stage.__name__
+        if name not in args.only:
+            continue
+        began = time.monotonic()
+        state, found = play(stage, Machine(device, gpus, began + limit))
+        seconds = time.monotonic() - began
+        stages[name] = {
+            "state": state,
+            "seconds": seconds,
+            "texts": found.texts,
+            "values": found.values,
+        }
+        hardware |= found.hardware
+        write(args.folder, about, stages, hardware)
+        print(f"{name}: {state}, {seconds:.0f} s", flush=True)
     print(args.folder / "gpu.md")
-    states = {stage["state"] for stage in page.stages.values()}
-    return 0 if states <= {"done", "not run"} else 1
+    has_failed = any(stage["state"] == "failed" for stage in stages.values())
+    return int(has_failed)
 
 
 if __name__ == "__main__":
+    # Where this process was started to ignore interrupts, pytest would ignore that of the time limit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of a stage end with this one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

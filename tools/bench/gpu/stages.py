@@ -6,9 +6,7 @@ device is idle to another.
 
 import contextlib
 import gc
-import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -16,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,35 +23,33 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import _newton_schulz as ns, Muon
+from torch.optim import _newton_schulz as ns
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 from tools.bench.models import MODELS
 
 from .. import contestants, engine_view, fleet, step, table, traffic
-from ..layouts import Laid, lay, lay_plain, local_of
+from ..layouts import lay, lay_plain, local_of
 from . import training as model
 
 
 ROOT = Path(__file__).parents[3]
 OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
-OTHERS = "stock", "adamw", "fused"
-TEST_LIMIT = 90  # seconds of one test
+OTHERS = "stock", "adamw"
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short"]
+PYTEST += ["-p", "no:cacheprovider"]
+GRACE = 10  # seconds in which an interrupted program prints its errors
 
 
 class NotRun(Exception):
     """This machine cannot run a stage. The message says why."""
 
 
-class CutOff(Exception):
-    """A stage ran out of time. The page keeps what it told."""
-
-
 class Found(NamedTuple):
     """Texts for the page, values for programs, and values of ``Hardware`` for the simulator."""
 
     texts: list[str]
-    values: dict[str, Any]
+    values: Any = None
     hardware: dict[str, float] = {}
 
 
@@ -62,10 +58,7 @@ class Machine(NamedTuple):
 
     device: str
     gpus: int
-    folder: Path
     ends: float  # of time.monotonic()
-    # Puts on the page what a stage has found so far.
-    tell: Callable[[Found], None] = lambda found: None
 
     @property
     def seconds(self) -> float:
@@ -76,47 +69,33 @@ class Machine(NamedTuple):
             return step.Job(layout, "llama1b", names, 11, self.device)
         return step.Job(layout, "tiny", names, 3, self.device)
 
-    @property
-    def workloads(self) -> tuple[str, ...]:
-        """Many small matrices, whose steps wait for the host."""
-        return ("small112", "small560") if self.gpus else ("tiny",)
-
     def run(self, work: Callable, job: Any, world: int | None = None) -> list[Any]:
         world = world or self.gpus or 2
         return fleet.run(work, job, world, self.seconds, self.device)
-
-
-@contextlib.contextmanager
-def started(command: list[str], file: Any, **variables: str) -> Iterator[Any]:
-    """A process that writes into ``file``. In the end, it and those that it started are killed."""
-    process = subprocess.Popen(
-        command,
-        env=os.environ | variables,
-        stdout=file,
-        stderr=file,
-        start_new_session=True,
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def output(command: list[str], seconds: float) -> str:
     """Runs a command, ends all its processes, and returns its output.
 
     Raises:
-        fleet.Failed: it failed, or did not end. The message ends with the output.
+        fleet.Failed: it failed, or was interrupted after ``seconds``. The message ends with the output.
     """
     with tempfile.TemporaryFile("w+") as file:
-        with started(command, file) as process:
-            try:
-                code: Any = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = f"none after {seconds:.0f} s"
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, start_new_session=True, cwd=ROOT
+        )
+        try:
+            code: Any = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"none after {seconds:.0f} s"
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            # Its processes have its session, and may outlive it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         file.seek(0)
         text = file.read()
     if code:
@@ -149,10 +128,8 @@ def environment(machine: Machine) -> Found:
     if machine.device == "cuda":
         texts.append(f"NCCL {torch.cuda.nccl.version()}")
         with contextlib.suppress(OSError, fleet.Failed):
-            links = output(["nvidia-smi", "topo", "-m"], machine.seconds)
-            # Without the codes that underline on a terminal.
-            texts.append(re.sub(r"\x1b\[[0-9;]*m", "", links))
-    return Found(texts, {})
+            texts.append(output(["nvidia-smi", "topo", "-m"], machine.seconds))
+    return Found(texts)
 
 
 def newton_schulz(machine: Machine) -> Found:
@@ -165,27 +142,24 @@ def newton_schulz(machine: Machine) -> Found:
     counts = Counter(shapes)
     job = machine.device, counts, side
     ((peak, rows),) = machine.run(_newton_schulz, job, 1)
-    cells, seconds, of_products, names = [], {}, {}, []
+    cells, names = [], []
+    flops = seconds_of_products = 0.0
     for shape, batch, times in rows:
         names = list(times)
-        quintic = times["quintic"]
-        of_peak = batch * newton_schulz_flops(shape) / quintic / peak
+        of_batch = batch * newton_schulz_flops(shape)
         height, width = shape
-        milliseconds = [f"{1e3 * time:.3f}" for time in times.values()]
         title = f"{batch} x {height} x {width}"
-        cells.append([title, *milliseconds, f"{of_peak:.0%}"])
-        # A step takes the largest batches, which come last.
-        seconds[shape] = counts[shape] * quintic / batch
-        of_products[shape] = counts[shape] * times["products alone"] / batch
-    flops = sum(counts[shape] * newton_schulz_flops(shape) for shape in seconds)
-    used = flops / sum(seconds.values()) / peak
-    head = ["ms", *names, "quintic / peak"]
-    rate = f"{peak / 1e12:.1f} TFLOP/s"
-    text = f"Plain bfloat16 products have {rate}, all these matrices {used:.0%} of it."
+        milliseconds = [f"{1e3 * seconds:.3f}" for seconds in times.values()]
+        of_peak = f"{of_batch / times['quintic'] / peak:.0%}"
+        cells.append([title, *milliseconds, of_peak])
+        flops += of_batch
+        seconds_of_products += times["products alone"]
+    shown = table.render(["ms", *names, "quintic / peak"], cells)
+    text = f"Plain bfloat16 products have {peak / 1e12:.1f} TFLOP/s."
     # The simulator counts passes over memory by themselves.
-    of_peak = flops / sum(of_products.values()) / peak
-    hardware = {"peak_flops": peak, "utilization": of_peak}
-    return Found([text, table.render(head, cells)], {"rows": rows}, hardware)
+    utilization = flops / seconds_of_products / peak
+    hardware = {"peak_flops": peak, "utilization": utilization}
+    return Found([text, shown], rows, hardware)
 
 
 def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
@@ -225,17 +199,13 @@ def _products(matrices: Tensor) -> None:
 
 def steps(machine: Machine) -> Found:
     ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
-    fused = [f"{name}-fused" for name in ours]
-    ours += fused
+    ours += [f"{name}-fused" for name in ours]
     texts, values = [], {}
     for layout in ("shard", "ddp"):
         job = machine.job(*ours, *OTHERS, layout=layout)
         results = machine.run(step.work, job)
         texts.append(step.text(job, results))
-        medians = {}
-        for name, times in results[0].items():
-            medians[name] = statistics.median(times)
-        values[layout] = medians
+        values[layout] = results[0]
     return Found(texts, values)
 
 
@@ -250,47 +220,65 @@ class Cost(NamedTuple):
     peak: int
 
 
+COST_COLUMNS = (
+    "rank 0",
+    "step() returns, ms",
+    "it is done, ms",
+    "host per matrix, us",
+    "state, MiB",
+    "retained, MiB",
+    "peak, MiB",
+)
+
+
 def costs(machine: Machine) -> Found:
     """Time of the host and memory in a step. A training loop waits until step() returns."""
-    job = machine.job(OURS, FUSED, *OTHERS)
-    found, described = machine.run(_costs, job)[0]
+    note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
+    text, values = _table_of_costs(machine, machine.job(OURS, FUSED, *OTHERS))
+    return Found([note, text], values)
+
+
+def host(machine: Machine) -> Found:
+    """The same with small matrices, for which the device has little work.
+
+    Under FSDP2, the device's part of a step shrinks with the number of ranks, and the host's part does not.
+    """
+    texts, values = [], {}
+    workloads = ("small112", "small560") if machine.gpus else ("tiny",)
+    for workload in workloads:
+        for layout in ("shard", "plain"):
+            names = (OURS, FUSED, *OTHERS)
+            if layout == "plain":
+                names = (OURS, f"{OURS}-foreach", *OTHERS)
+            job = machine.job(*names, layout=layout)._replace(workload=workload)
+            text, found = _table_of_costs(machine, job)
+            texts.append(f"{workload}, {layout}\n{text}")
+            values[f"{workload}, {layout}"] = found
+    return Found(texts, values)
+
+
+def _table_of_costs(machine: Machine, job: step.Job) -> tuple[str, dict[str, Cost]]:
+    found = machine.run(_costs, job)[0]
     rows = []
     for name, cost in found.items():
         per_matrix = cost.returns / cost.matrices
-        rows.append(
-            [
-                name,
-                f"{1e3 * cost.returns:.2f}",
-                f"{1e3 * cost.is_done:.2f}",
-                f"{1e6 * per_matrix:.0f}",
-                _mebibytes(cost.state),
-                _mebibytes(cost.retained),
-                _mebibytes(cost.peak),
-            ]
-        )
-    head = [
-        "rank 0",
-        "step() returns, ms",
-        "it is done, ms",
-        "host per matrix, us",
-        "state, MiB",
-        "retained, MiB",
-        "peak, MiB",
-    ]
-    note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
-    return Found([note, table.render(head, rows), described], found)
+        cells = [f"{1e3 * cost.returns:.2f}", f"{1e3 * cost.is_done:.2f}"]
+        cells.append(f"{1e6 * per_matrix:.0f}")
+        for nbytes in (cost.state, cost.retained, cost.peak):
+            cells.append(f"{nbytes / 2**20:.1f}")
+        rows.append([name, *cells])
+    return table.render(COST_COLUMNS, rows), found
 
 
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f}"
-
-
-def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, Cost], str]:
-    laid = lay(job.layout, job.workload, world, job.device)
+def _costs(rank: int, world: int, job: step.Job) -> dict[str, Cost]:
+    if job.layout == "plain":
+        laid = lay_plain(job.workload, job.device)
+    else:
+        laid = lay(job.layout, job.workload, world, job.device)
     # The workspace of the library of products is not the optimizer's.
     square = torch.randn(64, 64, device=job.device)
     _products(square.bfloat16())
-    found, described = {}, ""
+    found = {}
     for name in job.names:
         gc.collect()
         before = _allocated(job.device)
@@ -305,9 +293,8 @@ def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, Cost], str]:
         peak = _allocated(job.device, "peak") - kept
         matrices = len(laid.params)
         found[name] = Cost(returns, is_done, matrices, state, retained, peak)
-        described = described or optimizer.describe()
         del optimizer
-    return found, described
+    return found
 
 
 def _host_and_device(optimizer: Any, job: step.Job) -> tuple[float, float]:
@@ -335,62 +322,20 @@ def _allocated(device: str, when: str = "current") -> int:
     return stats.get(f"allocated_bytes.all.{when}", 0)
 
 
-def host(machine: Machine) -> Found:
-    """Time of the host with small matrices, for which the device has little work.
-
-    Under FSDP2, the device's part of a step shrinks with the number of ranks, and the host's part does not.
-    """
-    texts, values = [], {}
-    for workload in machine.workloads:
-        job = machine.job()._replace(workload=workload)
-        found = machine.run(_host, job)[0]
-        matrices = found.pop("matrices")
-        rows = []
-        for layout, of_layout in found.items():
-            for name, (returns, is_done) in of_layout.items():
-                times = f"{1e3 * returns:.2f}", f"{1e3 * is_done:.2f}"
-                per_matrix = f"{1e6 * returns / matrices:.0f}"
-                rows.append([f"{name}, {layout}", *times, per_matrix])
-        head = [f"{matrices} matrices, rank 0", "step() returns, ms", "it is done, ms"]
-        texts.append(table.render([*head, "host per matrix, us"], rows))
-        values[workload] = {**found, "matrices": matrices}
-        machine.tell(Found(texts, values))
-    return Found(texts, values)
-
-
-def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
-    fsdp2 = lay(job.layout, job.workload, world, job.device)
-    found: dict[str, Any] = {"matrices": len(fsdp2.params)}
-    found["FSDP2"] = _times_of((OURS, FUSED, *OTHERS), fsdp2, job)
-    plain = lay_plain(job.workload, job.device)
-    names = OURS, f"{OURS}-foreach", *OTHERS
-    found["plain tensors, no config"] = _times_of(names, plain, job)
-    return found
-
-
-def _times_of(
-    names: Iterable[str], laid: Laid, job: step.Job
-) -> dict[str, tuple[float, float]]:
-    """As :func:`_host_and_device`, by implementation."""
-    times = {}
-    for name in names:
-        optimizer = contestants.make(name, laid)
-        times[name] = _host_and_device(optimizer, job)
-    return times
-
-
 def waits(machine: Machine) -> Found:
     """Three steps in which the host must not wait for the device."""
     machine.run(_waits, machine.job(OURS))
-    watched = machine.device == "cuda"
-    text = "Only CUDA reports waits. The steps ran."
-    if watched:
-        text = "No operation waited."
-    return Found([text], {"watched": watched})
+    if machine.device == "cuda":
+        return Found(["No operation waited."])
+    return Found(["Only CUDA reports waits. The steps ran."])
 
 
 def _waits(rank: int, world: int, job: step.Job) -> None:
-    muon = _warm(job, world)
+    laid = lay(job.layout, job.workload, world, job.device)
+    muon = contestants.make(job.names[0], laid)
+    for _ in range(WARM):
+        muon.step()
+    fleet.synchronize(job.device)
     if job.device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     for _ in range(3):
@@ -400,87 +345,59 @@ def _waits(rank: int, world: int, job: step.Job) -> None:
     muon.synchronize()
 
 
-def _warm(job: step.Job, world: int) -> Muon:
-    laid = lay(job.layout, job.workload, world, job.device)
-    muon = contestants.make(job.names[0], laid)
-    for _ in range(WARM):
-        muon.step()
-    fleet.synchronize(job.device)
-    return muon
-
-
 def training(machine: Machine) -> Found:
-    """What the optimizers' step is of a training step."""
+    """The share of the optimizers' step in a training step."""
     size, repetitions = (model.BILLION, 3) if machine.gpus else (model.TINY, 1)
-    job = size, (OURS, FUSED, "stock", "fused"), machine.device, repetitions
+    job = size, (OURS, FUSED, *OTHERS), machine.device, repetitions
     found = machine.run(model.train, job)[0]
     rows = []
     for name, by_tokens in found.items():
-        for tokens, (of_training, of_optimizers) in by_tokens.items():
-            cells = [name, f"{tokens}", f"{1e3 * of_training:.1f}"]
-            cells += [
-                f"{1e3 * of_optimizers:.1f}",
-                f"{of_optimizers / of_training:.1%}",
-            ]
-            rows.append(cells)
-    head = [
-        "optimizers",
-        "tokens a rank",
-        "training step, ms",
-        "optimizers, ms",
-        "share",
-    ]
+        for tokens, (whole, of_optimizers) in by_tokens.items():
+            share = f"{of_optimizers / whole:.1%}"
+            times = f"{1e3 * whole:.1f}", f"{1e3 * of_optimizers:.1f}"
+            rows.append([name, f"{tokens}", *times, share])
+    head = ["optimizers", "tokens a rank", "training step, ms", "optimizers, ms"]
     note = (
-        "Forward and backward in bfloat16, with compiled blocks. fused is AdamW for all parameters; the others have it for those "
-        "that are no matrices."
+        "Forward and backward in bfloat16, with compiled blocks. The others than adamw have AdamW for the parameters that "
+        "are no matrices."
     )
-    return Found([table.render(head, rows), note], found)
+    return Found([table.render([*head, "share"], rows), note], found)
 
 
 def exchange(machine: Machine) -> Found:
-    """In the ring, each rank sends to one neighbour and receives from the other: the link."""
+    """All-to-alls of several sizes, and those of a step."""
     if machine.gpus == 1:
         raise NotRun("It needs two GPUs: NCCL takes one rank per GPU.")
     powers = range(10, 31 if machine.gpus else 21, 5)
     sizes = [2**power for power in powers]
     ranks = machine.run(_exchange, (machine.job(OURS), sizes))
-    found, rates = {}, {}
+    rows, found = [], {}
     for name in ranks[0]:
         nbytes, seconds = max(rank[name] for rank in ranks)
         found[name] = nbytes, seconds
-        rates[name] = nbytes / seconds
-    link = rates[f"ring of {sizes[-1]} bytes"]
-    rows = []
-    for name, (_, seconds) in found.items():
-        rate = rates[name]
-        cells = f"{1e3 * seconds:.3f}", f"{rate / 1e9:.2f}", f"{rate / link:.0%}"
-        rows.append([name, *cells])
-    _, smallest_seconds = found[f"all-to-all of {sizes[0]} bytes"]
-    peers = len(ranks) - 1
+        rows.append([name, f"{1e3 * seconds:.3f}", f"{nbytes / seconds / 1e9:.2f}"])
+    _, smallest_seconds = found[f"{sizes[0]} bytes"]
+    most_bytes, largest_seconds = found[f"{sizes[-1]} bytes"]
     hardware = {
-        "intra_bandwidth": rates[f"all-to-all of {sizes[-1]} bytes"],
-        "intra_latency": smallest_seconds / peers,
+        "intra_bandwidth": most_bytes / largest_seconds,
+        "intra_latency": smallest_seconds / (len(ranks) - 1),
         "gpus_per_node": len(ranks),
     }
-    text = table.render(["busiest rank", "ms", "GB/s sent", "of the link"], rows)
+    text = table.render(["all-to-all, busiest rank", "ms", "GB/s sent"], rows)
     return Found([text], found, hardware)
 
 
 def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
-    """The bytes that this rank sends, and seconds."""
+    """The bytes that this rank sends to others, and seconds."""
     job, sizes = job
     laid = lay(job.layout, job.workload, world, job.device)
     calls = engine_view.all_to_alls(contestants.make(job.names[0], laid))
     found = {}
     for size in sizes:
-        part = torch.ones(size // world, dtype=torch.uint8, device=job.device)
-        send = part.repeat(world)
-        receive = torch.empty_like(send)
-        ring = partial(_send_along_ring, send, receive)
-        found[f"ring of {size} bytes"] = send.nbytes, middle(ring, job.device)
-        all_to_all = partial(dist.all_to_all_single, receive, send)
+        send = torch.ones(size // world * world, dtype=torch.uint8, device=job.device)
+        all_to_all = partial(dist.all_to_all_single, torch.empty_like(send), send)
         sent = send.nbytes * (world - 1) // world
-        found[f"all-to-all of {size} bytes"] = sent, middle(all_to_all, job.device)
+        found[f"{size} bytes"] = sent, middle(all_to_all, job.device)
 
     def step_exchanges() -> None:
         for call in calls:
@@ -493,16 +410,8 @@ def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
     return found
 
 
-def _send_along_ring(send: Tensor, receive: Tensor) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    to_next = dist.P2POp(dist.isend, send, (rank + 1) % world)
-    from_previous = dist.P2POp(dist.irecv, receive, (rank - 1) % world)
-    for work in dist.batch_isend_irecv([to_next, from_previous]):
-        work.wait()
-
-
 def tests(machine: Machine) -> Found:
-    """The classes for GPUs. The page has each outcome when the test ends."""
+    """The classes for GPUs. Interrupted by the time limit, pytest prints the outcomes so far, and where it was."""
     missing = []
     for name in ("pytest", "expecttest", "numpy"):
         if find_spec(name) is None:
@@ -514,105 +423,20 @@ def tests(machine: Machine) -> Found:
     for path in sorted(paths):
         if "GPU" in path.read_text():
             chosen.append(str(path))
-    return run_tests(machine, ["-k", "OnGPU or OnOneGPU or OnSharedGPU", *chosen])
-
-
-def run_tests(machine: Machine, words: list[str], limit: int = TEST_LIMIT) -> Found:
-    """Runs pytest, and tells each outcome when the test ends.
-
-    Args:
-        limit: the seconds of one test. Those of its ranks are fewer, so that their traces are told.
-    """
-    path = machine.folder / "outcomes.jsonl"
-    path.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tools.bench.gpu.outcomes",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        *words,
-    ]
-    variables = {"MUON_TEST_OUTCOMES": str(path), "MUON_TEST_SECONDS": str(limit)}
-    lines: list[dict[str, Any]] = []
-    found, code = Found([], {}), None
-    with tempfile.TemporaryFile("w+") as file:
-        with started(command, file, **variables) as process:
-            while code is None and machine.seconds > 0:
-                code = process.poll()
-                new = _new_outcomes(path, len(lines))
-                if new:
-                    _print_outcomes(new)
-                    lines += new
-                    found = outcomes(lines)
-                    machine.tell(found)
-                time.sleep(0.2)
-        file.seek(0)
-        text = file.read()
-    path.unlink(missing_ok=True)
-    if code is None:
-        raise CutOff(f"The time is over. The end of pytest's output:\n{text[-2000:]}")
-    counts = Counter(outcome for outcome, _ in found.values.values())
-    if code or counts["failed"]:
-        raise fleet.Failed(f"{text[-1000:]}\npytest ended with exit code {code}")
-    if not counts["passed"]:
-        raise NotRun("No test ran.")
-    return found
-
-
-def _new_outcomes(path: Path, known: int) -> list[dict[str, Any]]:
-    """The whole lines of the file after the ``known`` ones."""
-    if not path.exists():
-        return []
-    *lines, _ = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[known:]]
-
-
-def _print_outcomes(lines: list[dict[str, Any]]) -> None:
-    for line in lines:
-        if line["outcome"] != "running":
-            print("  {outcome}, {seconds:.1f} s: {test}".format(**line))
-        if line["outcome"] == "failed":
-            print(line["text"])
-    sys.stdout.flush()
-
-
-def outcomes(lines: list[dict[str, Any]]) -> Found:
-    """The last outcome of each test in a table, then the texts of failures."""
-    last: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        test = line["test"]
-        # A test may pass, and fail when it is taken down.
-        if test not in last or last[test]["outcome"] != "failed":
-            last[test] = line
-    counts = Counter(line["outcome"] for line in last.values())
-    words = [f"{count} {outcome}" for outcome, count in sorted(counts.items())]
-    rows, failures, values = [], [], {}
-    for test, line in last.items():
-        outcome, seconds, text = line["outcome"], line["seconds"], line["text"]
-        values[test] = outcome, seconds
-        state = outcome
-        if outcome == "skipped":
-            reason = text.removeprefix("Skipped: ")
-            state = f"skipped ({reason})"
-        if outcome == "failed":
-            failures.append(f"{test}\n{text}")
-        _, _, name = test.partition("::")
-        rows.append([name, state, f"{seconds:.1f}"])
-    shown = table.render(["", "outcome", "s"], rows)
-    return Found([", ".join(words), shown, *failures], values)
+    chosen += ["-k", "OnGPU or OnOneGPU or OnSharedGPU"]
+    text = output([*PYTEST, *chosen], machine.seconds - GRACE)
+    if " passed" not in text:
+        raise NotRun(text)
+    return Found([text])
 
 
 # Each with its limit in seconds. Together: less than 15 minutes.
 STAGES: dict[Callable[[Machine], Found], float] = {
     environment: 30,
     newton_schulz: 70,
-    steps: 90,
-    costs: 50,
-    host: 70,
+    steps: 100,
+    costs: 60,
+    host: 120,
     waits: 30,
     training: 150,
     exchange: 50,

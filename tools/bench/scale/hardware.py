@@ -13,7 +13,7 @@ class Hardware:
     Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in products of
     Newton-Schulz, and at ``training_utilization`` in forward and backward. A symmetric product by the kernels takes
     ``symmetric`` of a product's time in an iteration. Copies read and write ``memory_bandwidth`` together. These are of
-    an H100 (docs/data/h100-gpu.md): products alone got 0.69 and 0.72 in two runs, and 0.74 in the trace of a step.
+    an H100 (docs/data/h100-gpu.md): products alone got 0.69 and 0.72 in two runs.
     Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
     Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
     Latencies: those of NCCL's own model (src/graph/tuning.cc) for a hop of a ring of small messages.
