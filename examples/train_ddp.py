@@ -17,7 +17,7 @@ from torch.optim.muon import create_auto_config, partition_named_parameters
 
 def main() -> None:
     device = start()
-    model = GPT(width=128, layers=4, heads=4, context=64).to(device)
+    model = GPT(width=64, layers=2, heads=4, context=64).to(device)
     model = DistributedDataParallel(model)
 
     matrices, others = partition_named_parameters(model)

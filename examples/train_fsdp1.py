@@ -22,7 +22,7 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     model = FullyShardedDataParallel(
-        GPT(width=128, layers=4, heads=4, context=64),
+        GPT(width=64, layers=2, heads=4, context=64),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         device_id=device,  # also on a CPU, where FSDP1 asks for it
         use_orig_params=True,

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
-EP, WIDTH, EXPERTS = 2, 128, 4
+EP, WIDTH, EXPERTS = 2, 64, 4
 
 
 class Expert(nn.Module):

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
-STAGES, LAYERS = 2, 4
+STAGES, LAYERS = 2, 2
 
 
 class Stage(nn.Module):
@@ -54,7 +54,7 @@ def main() -> None:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_group("pp"), mesh.get_group("dp")
     # Every rank draws the whole model and keeps its stage.
-    model = Stage(GPT(128, LAYERS, heads=4, context=64), pp.rank()).to(device)
+    model = Stage(GPT(64, LAYERS, heads=4, context=64), pp.rank()).to(device)
     stage = PipelineStage(model, pp.rank(), STAGES, device, group=pp)
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
 

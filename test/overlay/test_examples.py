@@ -18,7 +18,7 @@ TINY = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 32, "--batch", 
 def losses_in(run):
     assert run.code == 0, run.err
     assert "Warning" not in run.err
-    found = re.findall(r"loss ([\d.]+)$", run.out, re.MULTILINE)
+    found = re.findall(r"loss.* ([\d.]+)$", run.out, re.MULTILINE)
     return [float(loss) for loss in found]
 
 
@@ -54,22 +54,13 @@ def test_script_to_copy(tmp_path):
 
 def test_checkpoint_resumes_on_another_mesh(tmp_path):
     """Saved by four ranks of HSDP, resumed by two of tensor parallelism."""
-    found = []
-    for processes, more in ((4, ["--replicate", 2]), (2, ["--tp", 2])):
-        options = [
-            *TINY,
-            "--folder",
-            tmp_path / "saved",
-            "--steps",
-            10 * (len(found) + 1),
-        ]
-        run = run_example(
-            EXAMPLES / "train_fsdp2.py", *options, *more, processes=processes
-        )
-        found.append(losses_in(run))
-    (saved, _), (resumed, held_out) = found
-    assert resumed < saved - 0.5
-    assert held_out < saved
+    options = [*TINY, "--folder", tmp_path / "saved", "--steps"]
+    script = EXAMPLES / "train_fsdp2.py"
+    hsdp = run_example(script, *options, 10, "--replicate", 2, processes=4)
+    tensor_parallel = run_example(script, *options, 20, "--tp", 2, processes=2)
+    saved, _ = losses_in(hsdp)
+    resumed, held_out = losses_in(tensor_parallel)
+    assert max(resumed, held_out) < saved - 0.5
 
 
 @pytest.fixture
