@@ -1,4 +1,4 @@
-"""What the scripts share: the processes of torchrun, text to train on, and the loop."""
+"""Shared by the scripts: the processes of torchrun, text to train on, and the loop."""
 
 import time
 from collections.abc import Callable

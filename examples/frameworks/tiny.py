@@ -1,4 +1,4 @@
-"""What the recipes share: their optimizers, and tiny models. Put yours there instead."""
+"""Shared by the recipes: their optimizers, and tiny models. Put yours there instead."""
 
 from collections.abc import Callable
 
