@@ -10,7 +10,7 @@ Jen Wei's [CPU-friendly tutorial][wei], the "blueprint", walks one way there:
     DP gather -> TP gather -> orthogonalize -> TP shard -> DP shard
 
 This notebook answers it with the Muon of this repository. It walks the blueprint's way, step by step.
-It then follows a shorter one: every matrix has one owner, its shards go to the owner and nowhere else,
+It then takes a shorter one: every matrix has one owner, its shards go to the owner and nowhere else,
 and the owner orthogonalizes the matrix once for all ranks.
 
 The script `blueprint.py` is the same text and the same code. It starts eight processes, and ends with a
@@ -79,24 +79,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from common import SentBytes
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.layout import Key, Layout
-from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
-from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
-from torch.optim._muon_engine.schedule.schedule import Schedule
 from torch.optim._newton_schulz import newton_schulz, NS_DTYPE
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # %% [markdown]
@@ -142,150 +131,64 @@ if __name__ == "__main__":
 #
 # Momentum is cut in the same way as its weight.
 #
-# DTensor calls this *placements*, one for each dimension of the grid. The engine does not interpret
-# them. Its *reader* asks DTensor which rectangles of each matrix each rank holds, its *regions*. The
-# answer is a *layout*.
-#
-# Chapters 2 to 5 are arithmetic. They need only this process, and a process group that pretends to have
-# eight ranks.
+# DTensor calls this *placements*, one for each dimension of the grid. Muon does not interpret them. It
+# asks DTensor which rectangles of each matrix each rank holds.
 
 # %%
 WIDTH, BLOCKS = 32, 6
-# Two parameter groups, each with its learning rate: the blueprint's "aisles".
-AISLES = {"attention": (("qkv", "out"), 0.02), "mlp": (("up", "down"), 0.01)}
-RATES = [lr for _, lr in AISLES.values()]
+SHAPES = {
+    "qkv": (3 * WIDTH, WIDTH),
+    "out": (WIDTH, WIDTH),
+    "up": (4 * WIDTH, WIDTH),
+    "down": (WIDTH, 4 * WIDTH),
+}
 # The dimension of the weight that TP cuts.
 TP_DIM = {"qkv": 0, "out": 1, "up": 0, "down": 1}
+# Two parameter groups, each with its learning rate: the blueprint's "aisles".
+AISLES, RATES = (("qkv", "out"), ("up", "down")), (0.02, 0.01)
+# Of weights that fully_shard cuts after TP cut rows (0) or columns (1), on a mesh of DP x TP.
+PLACEMENTS = {
+    0: (_StridedShard(0, split_factor=TP), Shard(0)),
+    1: (Shard(0), Shard(1)),
+}
 
 
-class Block(nn.Module):
-    """The matrices of a transformer block. The gradients will be random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+class Matrix(NamedTuple):
+    name: str
+    aisle: int
+    shape: tuple[int, int]
+    tp_dim: int
 
 
-def build(mesh: DeviceMesh | None) -> list[dict[str, Any]]:
-    """The parameter groups of the model, equal on every rank; sharded if there is a ``mesh``."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-    styles = (ColwiseParallel(), RowwiseParallel())
-    plan = {kind: styles[dim] for kind, dim in TP_DIM.items()}
-    for block in blocks if mesh is not None else ():
-        parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"])
-    groups = []
-    for kinds, lr in AISLES.values():
-        named = ((n.removesuffix(".weight"), p) for n, p in blocks.named_parameters())
-        params = [(name, p) for name, p in named if name[2:] in kinds]
-        groups.append({"params": params, "lr": lr})
-    return groups
+MATRICES = [
+    Matrix(f"{block}.{kind}", aisle, SHAPES[kind], TP_DIM[kind])
+    for aisle, kinds in enumerate(AISLES)
+    for block in range(BLOCKS)
+    for kind in kinds
+]
 
 
-def layouts_of() -> list[Layout]:
-    """The layout of each matrix, in the optimizer's order."""
-    world = len(RANKS)
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
-        pairs = [pair for group in build(mesh) for pair in group["params"]]
-        reader = DTensorLayouts()
-        keyed = ((Key(i, 0, name), param) for i, (name, param) in enumerate(pairs))
-        return [layout for key, param in keyed for layout in reader.of(key, param)]
-    finally:
-        dist.destroy_process_group()
+def shard_of(whole: Tensor, matrix: Matrix, rank: int) -> Tensor:
+    dp, tp = divmod(rank, TP)
+    return whole.chunk(TP, dim=matrix.tp_dim)[tp].chunk(DP)[dp]
 
 
 if __name__ == "__main__":
-    layouts = layouts_of()
     print("\nThe shards of a rank\n")
-    named = {layout.key.name: layout for layout in layouts}
-    for name in ("0.qkv", "0.out"):
-        layout = named[name]
-        rows, columns = layout.shape
-        print(f"{name} is {rows} x {columns}: {layout.placement}")
+    for matrix in MATRICES[:2]:
+        rows, columns = matrix.shape
+        print(f"{matrix.name} is {rows} x {columns}: {PLACEMENTS[matrix.tp_dim]}")
+        places = torch.arange(rows * columns).view(rows, columns)
         for rank in RANKS:
-            (region,) = layout.shards.of(rank)
-            rows = f"rows {region.row} to {region.row + region.height - 1}"
-            last = region.column + region.width - 1
-            print(f"  rank {rank}  {rows:14}  columns {region.column} to {last}")
+            shard = shard_of(places, matrix, rank)
+            top, left = divmod(shard[0, 0].item(), columns)
+            bottom, right = divmod(shard[-1, -1].item(), columns)
+            print(
+                f"  rank {rank}  rows {top:2} to {bottom:2}  columns {left} to {right}"
+            )
 
 # %% [markdown]
-# ## 3. The owners
-#
-# Each matrix gets one *owner*. Only the owner orthogonalizes it. Any rank of the grid can be an owner.
-#
-# The engine assigns the matrix with the most work first, and each matrix to the rank with the least
-# work so far. It counts the floating-point operations (FLOPs) of Newton-Schulz, the iteration that
-# orthogonalizes. Every rank computes the owners for itself, and all ranks get the same answer.
-
-
-# %%
-if __name__ == "__main__":
-    owners = assign_owners(layouts)
-    flops: Counter[int] = Counter()
-    names: dict[int, list[str]] = {rank: [] for rank in RANKS}
-    for layout, owner in zip(layouts, owners):
-        flops[owner] += newton_schulz_flops(layout.shape)
-        names[owner].append(layout.key.name)
-    mean = flops.total() / len(RANKS)
-    print("\nThe owners; 1.00 is an equal share of the work\n")
-    for rank in RANKS:
-        share = flops[rank] / mean
-        bar = "#" * round(30 * share)
-        print(f"{rank:4}  {' '.join(names[rank]):20}  {share:.2f}  {bar}")
-
-# %% [markdown]
-# ## 4. The schedule
-#
-# The engine sends the matrices in *buckets*: neither one by one, nor all at once. In a bucket, each
-# owner has about the same work. A bucket has two collectives, each of them one `all_to_all_single` over
-# all ranks:
-#
-# - the *gather*: every rank sends its shards, rounded to bfloat16, to their owners;
-# - the *scatter*: every owner sends each rank its regions of the results.
-#
-# The schedule follows from layouts and owners alone. The engine makes it once, before the first step.
-#
-# A step cannot send less than this: an owner receives the shards that it lacks, and each other rank
-# receives its part of the result. The schedule sends exactly that.
-
-
-# %%
-def sent_by(schedule: Schedule, rank: int) -> int:
-    """The bytes that ``rank`` sends in a step."""
-    packs = (schedule.packs(bucket, rank) for bucket in schedule.buckets)
-    sides = (side for pack in packs for side in (pack.gather_send, pack.scatter_send))
-    return sum(sum(side.split_sizes) for side in sides) * NS_DTYPE.itemsize
-
-
-def least_bytes(schedule: Schedule, rank: int) -> int:
-    """Its shards to their owners; as an owner, the rest of each result."""
-    elements = 0
-    for layout, owner in zip(schedule.layouts, schedule.owners):
-        own = layout.shards.numel_of(rank)
-        elements += layout.numel - own if owner == rank else own
-    return elements * NS_DTYPE.itemsize
-
-
-if __name__ == "__main__":
-    schedule = make_schedule(layouts, owners)
-    buckets = "".join(f"bucket {bucket.index:<5}" for bucket in schedule.buckets)
-    print(f"\nThe schedule\n\nrank  {buckets}{'bytes sent':>12}{'least':>8}")
-    for rank in RANKS:
-        row = ""
-        for bucket in schedule.buckets:
-            owned = (m for m in bucket.matrices if schedule.owners[m] == rank)
-            row += f"{' '.join(schedule.layouts[m].key.name for m in owned):12}"
-        sent, least = sent_by(schedule, rank), least_bytes(schedule, rank)
-        print(f"{rank:4}  {row}{sent:12}{least:8}")
-
-# %% [markdown]
-# ## 5. The long way
+# ## 3. The long way
 #
 # The blueprint's own route uses plain collectives. It belongs to ZeRO-1: DP cuts the state of the
 # optimizer, but not matrix by matrix.
@@ -303,11 +206,10 @@ if __name__ == "__main__":
 class Entry(NamedTuple):
     """One line of the master schedule: the place of a matrix's TP slice."""
 
-    name: str
+    matrix: Matrix
     bucket: tuple[int, int]  # aisle and number
     start: int  # first element within the bucket
     shape: tuple[int, int]  # of the TP slice
-    tp_dim: int
 
     @property
     def stop(self) -> int:
@@ -317,41 +219,39 @@ class Entry(NamedTuple):
 BUCKET = 12288  # elements
 
 
-def master_schedule(layouts: list[Layout]) -> list[Entry]:
+def master_schedule() -> list[Entry]:
     entries: list[Entry] = []
-    for layout in layouts:
-        kind = layout.key.name[2:]
-        aisle = [kind in kinds for kinds, _ in AISLES.values()].index(True)
-        rows, columns = layout.shape
-        tp_dim = TP_DIM[kind]
-        shape = (rows, columns // TP) if tp_dim else (rows // TP, columns)
-        number = start = 0
-        if entries and entries[-1].bucket[0] == aisle:
-            number, start = entries[-1].bucket[1], entries[-1].stop
-        if start + math.prod(shape) > BUCKET:
-            number, start = number + 1, 0
-        entries.append(Entry(layout.key.name, (aisle, number), start, shape, tp_dim))
+    bucket, start = (0, 0), 0
+    for matrix in MATRICES:
+        rows, columns = matrix.shape
+        shape = (rows, columns // TP) if matrix.tp_dim else (rows // TP, columns)
+        if bucket[0] != matrix.aisle:
+            bucket, start = (matrix.aisle, 0), 0
+        elif start + math.prod(shape) > BUCKET:
+            bucket, start = (matrix.aisle, bucket[1] + 1), 0
+        entries.append(Entry(matrix, bucket, start, shape))
+        start = entries[-1].stop
     return entries
 
 
-def run_of(entry: Entry, row: int) -> slice:
-    """The part of a flattened slice in the run of the DP group's member ``row``."""
+def run_of(entry: Entry, dp: int) -> slice:
+    """The part of a flattened slice in the run of the DP group's member ``dp``."""
     length = BUCKET // DP  # all buckets are full here; others would need padding
-    first = max(entry.start, row * length) - entry.start
-    last = min(entry.stop, (row + 1) * length) - entry.start
+    first = max(entry.start, dp * length) - entry.start
+    last = min(entry.stop, (dp + 1) * length) - entry.start
     return slice(first, max(first, last))
 
 
 if __name__ == "__main__":
-    entries = master_schedule(layouts)
+    entries = master_schedule()
     count = len({entry.bucket for entry in entries})
     print(f"\nThe long way: {count} buckets of {DP} runs of {BUCKET // DP} elements\n")
     for entry in entries[:4]:
         size = " x ".join(map(str, entry.shape))
-        print(f"  {entry.name}  bucket {entry.bucket}  slice {size:8}", end="")
-        for row in range(DP):
-            if run := range(math.prod(entry.shape))[run_of(entry, row)]:
-                print(f"  dp {row}: {run[0]} to {run[-1]}", end="")
+        print(f"  {entry.matrix.name}  bucket {entry.bucket}  slice {size:8}", end="")
+        for dp in range(DP):
+            if run := range(math.prod(entry.shape))[run_of(entry, dp)]:
+                print(f"  dp {dp}: {run[0]} to {run[-1]}", end="")
         print()
 
 # %% [markdown]
@@ -365,7 +265,7 @@ if __name__ == "__main__":
 #
 # A rank takes steps 2 to 5 for each matrix of which its run has a part.
 #
-# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. Across
+# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. Between
 # machines the latency is high, so many small messages share one call. Inside a machine it is low, and
 # with one call per matrix only one whole matrix is in memory at a time.
 #
@@ -376,161 +276,171 @@ if __name__ == "__main__":
 class LongWay:
     """Muon by the blueprint's route. ``params`` and ``momentum`` are this rank's runs."""
 
-    def __init__(
-        self, whole: dict[str, Tensor], entries: list[Entry], mesh: DeviceMesh
-    ):
-        self.entries = entries
-        self.row, self.column = mesh.get_coordinate()
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.entries = master_schedule()
+        self.dp, self.tp = mesh.get_coordinate()
         self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
-        self.params = {e.name: self.shard(whole[e.name], e).clone() for e in entries}
-        self.momentum = {n: torch.zeros_like(p) for n, p in self.params.items()}
+        self.params = [self.shard(random(e.matrix, 0), e).clone() for e in self.entries]
+        self.momentum = [torch.zeros_like(p) for p in self.params]
         self.calls: Counter[str] = Counter()
         self.sent = 0
-        self.journey: list[str] = []
 
-    def shard(self, matrix: Tensor, entry: Entry) -> Tensor:
+    def shard(self, whole: Tensor, entry: Entry) -> Tensor:
         """TP shard, then DP shard."""
-        tp_slice = matrix.chunk(TP, dim=entry.tp_dim)[self.column]
-        return tp_slice.reshape(-1)[run_of(entry, self.row)]
+        tp_slice = whole.chunk(TP, dim=entry.matrix.tp_dim)[self.tp]
+        return tp_slice.reshape(-1)[run_of(entry, self.dp)]
 
-    def step(self, grads: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        mu = hyper["momentum"]
-        runs: dict[str, Tensor] = {}
-        for entry in self.entries:
-            grad = self.shard(grads[entry.name], entry)
-            momentum = self.momentum[entry.name].lerp_(grad, 1 - mu)
+    def step(self, step: int, hyper: dict[str, Any]) -> None:
+        runs: list[Tensor] = []
+        buckets: dict[tuple[int, int], list[Tensor]] = {}
+        for entry, momentum in zip(self.entries, self.momentum):
+            grad = self.shard(random(entry.matrix, step), entry)
+            momentum.lerp_(grad, 1 - hyper["momentum"])
             # Nesterov looks ahead along the gradient. The ranks exchange bfloat16.
-            runs[entry.name] = torch.lerp(grad, momentum, mu).bfloat16()
-        slices: dict[str, Tensor] = {}
-        for key in dict.fromkeys(entry.bucket for entry in self.entries):
-            inside = [entry for entry in self.entries if entry.bucket == key]
+            run = torch.lerp(grad, momentum, hyper["momentum"]).bfloat16()
+            runs.append(run)
+            buckets.setdefault(entry.bucket, []).append(run)
+        gathered = {}
+        for bucket, inside in buckets.items():
             # 1. DP gather
-            run = torch.cat([runs[entry.name] for entry in inside])
-            bucket = self.all_gather("DP gather", run, self.dp_group).flatten()
-            slices |= {e.name: bucket[e.start : e.stop].view(e.shape) for e in inside}
-        for entry in self.entries:
-            if runs[entry.name].numel():
-                self.update(entry, runs[entry.name], slices[entry.name], hyper)
+            run = torch.cat(inside)
+            gathered[bucket] = self.all_gather("DP gather", run, self.dp_group)
+        for entry, run, param in zip(self.entries, runs, self.params):
+            if run.numel():
+                bucket = torch.cat(gathered[entry.bucket])
+                tp_slice = bucket[entry.start : entry.stop].view(entry.shape)
+                self.update(entry, tp_slice, param, hyper)
 
-    def update(self, entry: Entry, run: Tensor, tp_slice: Tensor, hyper: dict) -> None:
+    def update(
+        self, entry: Entry, tp_slice: Tensor, param: Tensor, hyper: dict[str, Any]
+    ) -> None:
         # 2. TP gather
         slices = self.all_gather("TP gather", tp_slice, self.tp_group)
-        matrix = torch.cat(list(slices), dim=entry.tp_dim)
+        whole = torch.cat(slices, dim=entry.matrix.tp_dim)
         # 3. Run the math
         coefficients, steps = hyper["ns_coefficients"], hyper["ns_steps"]
-        update = newton_schulz(matrix.to(NS_DTYPE), coefficients, steps, hyper["eps"])
+        update = newton_schulz(whole.to(NS_DTYPE), coefficients, steps, hyper["eps"])
         self.calls["Newton-Schulz"] += 1
         # 4. TP shard, 5. DP shard
         update_run = self.shard(update, entry)
 
-        lr, param = RATES[entry.bucket[0]], self.params[entry.name]
+        lr = RATES[entry.matrix.aisle]
         param.mul_(1 - lr * hyper["weight_decay"])
         # The scale is that of the whole matrix, not of the run.
-        rows, columns = matrix.shape
+        rows, columns = whole.shape
         param.add_(update_run, alpha=-lr * math.sqrt(max(1, rows / columns)))
-        shapes = [tuple(t.shape) for t in (run, tp_slice, matrix, tp_slice, update_run)]
-        self.journey = self.journey or list(map(str, shapes))
 
-    def all_gather(self, what: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        gathered = tensor.new_empty((group.size(), *tensor.shape))
-        dist.all_gather(list(gathered), tensor.contiguous(), group=group)
-        self.calls[what] += 1
+    def all_gather(
+        self, kind: str, tensor: Tensor, group: dist.ProcessGroup
+    ) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(gathered, tensor, group=group)
+        self.calls[kind] += 1
         self.sent += tensor.nbytes * (group.size() - 1)
         return gathered
 
 
 # %% [markdown]
-# ## 6. Eight processes
+# ## 4. The short way
+#
+# Each matrix gets one *owner*. Only the owner orthogonalizes it. Any rank of the grid can be an owner.
+# Muon assigns the matrix with the most work first, and each matrix to the rank with the least work so
+# far. Every rank computes the owners for itself, and all ranks get the same answer.
+#
+# The matrices travel in *buckets*: neither one by one, nor all at once. A bucket has two collectives,
+# each of them one `all_to_all_single` over all ranks:
+#
+# - the *gather*: every rank sends its shards, rounded to bfloat16, to their owners;
+# - the *scatter*: every owner sends each rank its part of the results.
+#
+# A step cannot send less than this: an owner receives the shards that it lacks, and each other rank
+# receives its part of the result. Muon sends exactly that.
+
+
+# %%
+def random(matrix: Matrix, step: int) -> Tensor:
+    """The first weights (step 0), or the gradients of a step. They are equal on all ranks."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{matrix} {step}".encode()))
+    return torch.randn(matrix.shape, generator=generator)
+
+
+def placed(whole: Tensor, matrix: Matrix, mesh: DeviceMesh | None) -> Tensor:
+    """``whole`` without a mesh, and this rank's shard of it on a mesh."""
+    if mesh is None:
+        return whole
+    shard = shard_of(whole, matrix, dist.get_rank()).contiguous()
+    return DTensor.from_local(shard, mesh, PLACEMENTS[matrix.tp_dim])
+
+
+def trained(steps: int, mesh: DeviceMesh | None) -> Muon:
+    """Muon after some steps: on one process, or on the ranks of a mesh."""
+    groups: list[dict[str, Any]] = [{"params": [], "lr": lr} for lr in RATES]
+    params = []
+    for matrix in MATRICES:
+        params.append(nn.Parameter(placed(random(matrix, 0), matrix, mesh)))
+        groups[matrix.aisle]["params"].append(params[-1])
+    muon = Muon(groups, distributed_config=None if mesh is None else "auto")
+    for step in range(1, steps + 1):
+        for matrix, param in zip(MATRICES, params):
+            param.grad = placed(random(matrix, step), matrix, mesh)
+        muon.step()
+    return muon
+
+
+def least_bytes(rank: int, owned: list[int]) -> int:
+    """Its shards to their owners; as an owner, the rest of each result."""
+    elements = 0
+    for index, matrix in enumerate(MATRICES):
+        numel = math.prod(matrix.shape)
+        own = numel // len(RANKS)
+        elements += numel - own if index in owned else own
+    return elements * NS_DTYPE.itemsize
+
+
+# %% [markdown]
+# ## 5. Eight processes
 #
 # In each process, a job takes three steps with the same gradients, three times over: alone, with the
-# whole matrices; with the engine; and by the long way. All of them must end with the same bits as the
-# process alone. `SentBytes` counts the bytes of the engine's collectives.
+# whole matrices; by the short way; and by the long way. All of them must end with the same bits as the
+# process alone.
 
 # %%
 STEPS = 3
 
 
-class SentBytes(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "alltoall_base_" in str(func):
-            packed, splits = args[1], args[4]
-            self.count += (sum(splits) - splits[dist.get_rank()]) * packed.itemsize
-        return func(*args, **(kwargs or {}))
-
-
-def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
-    """The same on every rank."""
-    seed = zlib.crc32(f"{name} {step}".encode())
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """``whole``, sharded as ``tensor`` is."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh, shard = tensor.device_mesh, tensor.to_local().shape
-    row, column = mesh.get_coordinate()
-    tp_dim = int(shard[1] < whole.shape[1])
-    local = whole.chunk(TP, dim=tp_dim)[column].chunk(DP)[row].contiguous()
-    return DTensor.from_local(local, mesh, tensor.placements, run_check=False)
-
-
-def matrices_of(muon: Muon) -> dict[str, nn.Parameter]:
-    groups = muon.param_groups
-    return {n: p for g in groups for n, p in zip(g["param_names"], g["params"])}
-
-
-def train(muon: Muon) -> None:
-    for step in range(STEPS):
-        for name, param in matrices_of(muon).items():
-            param.grad = like(gradient(name, param.shape, step), param)
-        muon.step()
-
-
-def values_of(muon: Muon) -> dict[str, tuple[Tensor, Tensor]]:
-    return {
-        name: (param.detach(), muon.state[param]["momentum_buffer"])
-        for name, param in matrices_of(muon).items()
-    }
+def values_of(muon: Muon) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter and its momentum."""
+    params = [p for group in muon.param_groups for p in group["params"]]
+    return [(p.detach(), muon.state[p]["momentum_buffer"]) for p in params]
 
 
 def report_of(mesh: DeviceMesh) -> dict[str, Any]:
     """The figures of one rank. ``differing`` has the matrices that are not bitwise equal."""
-    alone = Muon(build(None))
-    start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
-    train(alone)
-    expected = values_of(alone)
-    muon = Muon(build(mesh), distributed_config="auto")
+    rank = dist.get_rank()
+    alone = trained(STEPS, None)
     with SentBytes() as sent:
-        train(muon)
-    differing = [
-        name
-        for name, pair in values_of(muon).items()
-        for mine, whole in zip(pair, expected[name])
-        if not torch.equal(mine.to_local(), like(whole, mine).to_local())
-    ]
-    report: dict[str, Any] = {"differing": {"the engine": differing}}
-    report["sent"] = sent.count // STEPS
-    report["owned"] = muon.assignments[dist.get_rank()]
-
-    entries = master_schedule(list(muon._engine.schedule.layouts))
-    long = LongWay(start, entries, mesh)
-    for step in range(STEPS):
-        grads = {name: gradient(name, p.shape, step) for name, p in start.items()}
-        long.step(grads, alone.defaults)
-    report["differing"]["the long way"] = [
-        entry.name
-        for entry in entries
-        for mine, whole in zip((long.params, long.momentum), expected[entry.name])
-        if not torch.equal(mine[entry.name], long.shard(whole, entry))
-    ]
-    report["long calls"] = {what: n // STEPS for what, n in long.calls.items()}
-    report["long sent"], report["journey"] = long.sent // STEPS, long.journey
+        muon = trained(STEPS, mesh)
+    long = LongWay(mesh)
+    for step in range(1, STEPS + 1):
+        long.step(step, alone.defaults)
+    differing: dict[str, list[str]] = {"the short way": [], "the long way": []}
+    for entry, wholes, shorts, *longs in zip(
+        long.entries, values_of(alone), values_of(muon), long.params, long.momentum
+    ):
+        for whole, mine, run in zip(wholes, shorts, longs):
+            if not torch.equal(mine.to_local(), shard_of(whole, entry.matrix, rank)):
+                differing["the short way"].append(entry.matrix.name)
+            if not torch.equal(run, long.shard(whole, entry)):
+                differing["the long way"].append(entry.matrix.name)
     groups = long.dp_group, long.tp_group
-    report["groups"] = [dist.get_process_group_ranks(group) for group in groups]
-    return report
+    return {
+        "differing": differing,
+        "owned": muon.assignments[rank],
+        "sent": sent.count // STEPS,
+        "long calls": {kind: count // STEPS for kind, count in long.calls.items()},
+        "long sent": long.sent // STEPS,
+        "groups": [dist.get_process_group_ranks(group) for group in groups],
+    }
 
 
 def work(rank: int, folder: str) -> None:
@@ -558,42 +468,32 @@ if __name__ == "__main__":
         reports = [torch.load(file, weights_only=False) for file in files]
 
 # %% [markdown]
-# ## 7. The cost of both ways
+# ## 6. The cost of both ways
 #
-# The first lines show the shapes of rank 0's first matrix on its journey. The table compares the ways.
-# The bytes are those of the calls that the ranks made.
-#
-# The table leaves out the work after the optimizer. ZeRO-1 and FSDP2 must gather the changed weights
-# before the next forward pass.
+# The bytes are those of the calls that the ranks made. The table leaves out the work after the
+# optimizer. ZeRO-1 and FSDP2 must gather the changed weights before the next forward pass.
 
 
 # %%
 if __name__ == "__main__":
-    print("\nThe cost of both ways\n")
-    names = ("its run", "DP gather", "TP gather", "TP shard", "DP shard")
-    print(" -> ".join(map("{} {}".format, names, reports[0]["journey"])))
-    least = sum(least_bytes(schedule, rank) for rank in RANKS)
-    long = [report["long calls"] for report in reports]
-    rows = {
-        "the engine": (
-            [len(report["owned"]) for report in reports],
-            sum(report["sent"] for report in reports),
-            2 * len(schedule.buckets),
-        ),
-        "the long way": (
-            [rank["Newton-Schulz"] for rank in long],
-            sum(report["long sent"] for report in reports),
-            max(rank["DP gather"] + rank["TP gather"] for rank in long),
-        ),
-    }
-    heads = ("Newton-Schulz", "busiest rank", "bytes sent", "x least", "collectives")
-    print(f"\n{'a step':14}" + "".join(f"{head:>14}" for head in heads))
-    for name, (calls, sent, collectives) in rows.items():
-        cells = (sum(calls), max(calls), sent, f"{sent / least:.2f}", collectives)
-        print(f"{name:14}" + "".join(f"{cell:>14}" for cell in cells))
+    print("\nA step by the short way\n\nrank  bytes sent   least  owns")
+    for rank, report in enumerate(reports):
+        names = " ".join(MATRICES[index].name for index in report["owned"])
+        least = least_bytes(rank, report["owned"])
+        print(f"{rank:4}  {report['sent']:10}{least:8}  {names}")
+    owned = [len(report["owned"]) for report in reports]
+    calls = [report["long calls"] for report in reports]
+    repeated = [each["Newton-Schulz"] for each in calls]
+    short_sent = sum(report["sent"] for report in reports)
+    long_sent = sum(report["long sent"] for report in reports)
+    gathers = max(each["DP gather"] + each["TP gather"] for each in calls)
+    print(f"\n{'a step':16}Newton-Schulz  busiest rank  bytes sent")
+    print(f"{'the short way':16}{sum(owned):13}{max(owned):14}{short_sent:12}")
+    print(f"{'the long way':16}{sum(repeated):13}{max(repeated):14}{long_sent:12}")
+    print(f"\nOn the long way, a rank takes part in {gathers} all-gathers.")
 
 # %% [markdown]
-# ## 8. The proof
+# ## 7. The proof
 #
 # Equal gradients must give equal bits, although the ranks cut and sent so much. Four facts make it so:
 #
@@ -607,52 +507,49 @@ if __name__ == "__main__":
 
 
 # %%
-def prove(reports: list[dict], schedule: Schedule) -> list[str]:
+def prove(reports: list[dict[str, Any]]) -> list[str]:
     """Prints the proof. Returns the facts that do not hold, in words."""
     problems = []
-    matrices = len(schedule.layouts)
-    print(f"\nThe proof: {STEPS} steps, {matrices} matrices, {len(RANKS)} ranks")
+    print(f"\nThe proof: {STEPS} steps, {len(MATRICES)} matrices, {len(RANKS)} ranks")
     for way in reports[0]["differing"]:
         wrong = {name for report in reports for name in report["differing"][way]}
-        print(f"  {way:28} bitwise equal: {'NO' if wrong else 'yes'}")
+        print(f"  {way:20} bitwise equal: {'NO' if wrong else 'yes'}")
         problems += [f"{way}: {name} differs" for name in sorted(wrong)]
     for rank, report in enumerate(reports):
-        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
-        groups, sends = [dp_group(rank), tp_group(rank)], sent_by(schedule, rank)
-        if (report["groups"], report["owned"]) != (groups, owned):
-            problems.append(f"rank {rank}: other groups or owners")
-        if report["sent"] != sends:
+        if report["groups"] != [dp_group(rank), tp_group(rank)]:
+            problems.append(f"rank {rank}: other groups")
+        if report["sent"] != least_bytes(rank, report["owned"]):
             problems.append(f"rank {rank}: sends {report['sent']} bytes")
-    outcome = "NO" if problems else "yes"
-    print(f"  the ranks did what chapters 1 to 4 calculated: {outcome}")
+    owned = sorted(index for report in reports for index in report["owned"])
+    if owned != list(range(len(MATRICES))):
+        problems.append(f"these matrices have an owner: {owned}")
     return problems
 
 
 if __name__ == "__main__":
-    if problems := prove(reports, schedule):
+    if problems := prove(reports):
         raise RuntimeError("; ".join(problems))
 
 # %% [markdown]
-# ## 9. The blueprint's words and ours
+# ## 8. The blueprint's words and ours
 #
-# The files are in `torch/optim/_muon_engine/`. "There" is the [proof of concept][poc] that the blueprint
-# explains and repairs.
+# "There" is the [proof of concept][poc] that the blueprint explains and repairs.
 #
 # | there | here | difference |
 # |---|---|---|
-# | `dist_group`, `tp_group` | one group of a matrix's holders (process_groups.py: spanning_group) | There, pieces cross two groups in sequence. Here they cross one, which spans the grid. |
-# | `param_groups`, `buffer_idx` (aisles) | the matrices that the same ranks hold (schedule/buckets.py: families) | There, each parameter group has a buffer. Here a bucket takes matrices of several parameter groups. |
-# | buckets, `bucket_idx` (pallets) | buckets (schedule/schedule.py: Bucket) | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
-# | `dist_meta` (master schedule) | a layout and a schedule (layouts/layout.py: Layout) | `dist_meta` has this rank's ranges. A layout has every rank's regions, and the ranks compare theirs (agreement.py: agree). |
-# | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. A slot has room for one bucket and no padding. Accelerators free it between steps. |
-# | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |
-# | run math | Newton-Schulz on the owner (runtime/compute.py: compute) | There, each rank with a part of a matrix orthogonalizes all of it. |
-# | TP shard, DP shard | the scatter of a bucket (runtime/transport.py: start_scatter) | There, each rank has the whole result and slices it. Here the owner sends the regions. |
-# | ZeRO-1 | momentum is placed as its parameter (runtime/params.py: ParamInputs) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
+# | `dist_group`, `tp_group` | one group of all ranks that hold a matrix | There, pieces cross two groups in sequence. Here they cross one, which spans the grid. |
+# | `param_groups`, `buffer_idx` (aisles) | the matrices that the same ranks hold | There, each parameter group has a buffer. Here a bucket takes matrices of several parameter groups. |
+# | buckets, `bucket_idx` (pallets) | buckets | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
+# | `dist_meta` (master schedule) | a layout of each matrix | `dist_meta` has this rank's ranges. A layout has every rank's rectangles, and the ranks compare theirs. |
+# | `global_buffer_size` (virtual buffer) | memory for each bucket in flight | There, a step makes room for all TP slices with padding. Here it makes room for some buckets, without padding. |
+# | DP gather, TP gather | the gather of a bucket | There, all ranks get everything. Here the owner gets the shards that it lacks. |
+# | run math | Newton-Schulz on the owner | There, each rank with a part of a matrix orthogonalizes all of it. |
+# | TP shard, DP shard | the scatter of a bucket | There, each rank has the whole result and slices it. Here the owner sends the parts. |
+# | ZeRO-1 | momentum is placed as its parameter | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
 #
 # [poc]: https://github.com/NVIDIA/Megatron-LM/pull/1428
 #
-# ## 10. The blueprint's bugs
+# ## 9. The blueprint's bugs
 #
 # Its README lists five bugs. Everyone who writes such an optimizer meets them.
 #

@@ -11,8 +11,7 @@ only the bytes that they have to. The exit code is 1 if something does not hold.
 The losses of the two runs are close, not equal. The processes add up gradients in another order,
 and Newton-Schulz lifts the rounding of a gradient's small directions to the size of its large ones.
 
-Everything runs on the CPU. On a GPU, the rounding of a product depends on strides. Other options
-go to train_fsdp2.py.
+Everything runs on the CPU. On a GPU, the rounding of a product depends on strides.
 """
 
 import argparse
@@ -27,173 +26,154 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import train_fsdp2
+from common import SentBytes, start, stop
 from gpt import GPT
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
 from torch.optim.muon import partition_named_parameters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes that this rank sends to other ranks in all-to-alls."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "alltoall_base_" in str(func):
-            packed, splits = args[1], args[4]
-            elements = sum(splits) - splits[dist.get_rank()]
-            self.count += elements * packed.itemsize
-        return func(*args, **(kwargs or {}))
+EXACT_STEPS = 5
 
 
-def exact(args: argparse.Namespace, steps: int) -> dict[str, Any]:
+def exact(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Takes steps with the same gradients for this rank's shards and for the whole model."""
-    names = ("replicate", "shard", "tp")
-    shape = (1, dist.get_world_size(), 1)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    many = train_fsdp2.build_model(args, mesh)
-    muon, _ = train_fsdp2.build_optimizers(many, args)
-    shards = dict(partition_named_parameters(many)[0])
-    one = GPT(args.width, args.layers, args.heads, args.context)
-    one.load_state_dict({n: t.full_tensor() for n, t in many.state_dict().items()})
-    wholes = dict(partition_named_parameters(one)[0])
-    options = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    alone = Muon(wholes.items(), lr=args.lr, **options)
+    model, (muon, _) = train_fsdp2.build(args, device)
+    shards = dict(partition_named_parameters(model)[0])
+    torch.manual_seed(0)
+    whole_model = GPT(args.width, args.layers, args.heads, args.context)
+    wholes = dict(partition_named_parameters(whole_model)[0])
+    alone = Muon(wholes.items(), lr=args.lr, adjust_lr_fn="match_rms_adamw")
     sent = SentBytes()
-    generator = torch.Generator().manual_seed(args.seed)
-    for _ in range(steps):
+    for _ in range(EXACT_STEPS):
         for name, whole in wholes.items():
-            whole.grad = torch.randn(whole.shape, generator=generator)
-            like = shards[name].device_mesh, shards[name].placements
-            shard = distribute_tensor(whole.grad, *like, src_data_rank=None)
-            shards[name].grad = shard
+            mesh, placements = shards[name].device_mesh, shards[name].placements
+            whole.grad = torch.randn(whole.shape)
+            shards[name].grad = distribute_tensor(
+                whole.grad, mesh, placements, src_data_rank=None
+            )
         with sent:
             muon.step()
         alone.step()
-    differing, key = [], "momentum_buffer"
-    for name, whole in wholes.items():
-        shard = shards[name].detach()
-        momenta = muon.state[shards[name]][key], alone.state[whole][key]
-        for mine, its in ((shard, whole), momenta):
-            if not torch.equal(mine.full_tensor(), its):
-                differing.append(name)
+    differing = []
     # A rank must send its shards to their owners and, as an owner, the rest of each result.
     owned = muon.assignments.get(dist.get_rank(), [])
     least = 0
-    for index, shard in enumerate(shards.values()):
+    for index, (name, whole) in enumerate(wholes.items()):
+        shard = shards[name]
+        momentum = muon.state[shard]["momentum_buffer"].full_tensor()
+        has_value = torch.equal(shard.detach().full_tensor(), whole)
+        has_momentum = torch.equal(momentum, alone.state[whole]["momentum_buffer"])
+        if not (has_value and has_momentum):
+            differing.append(name)
         here = shard.to_local().numel()
         least += shard.numel() - here if index in owned else here
     return {
         "matrices": len(owned),
         "differing": differing,
-        "sent": sent.count // steps,
+        "sent": sent.count // EXACT_STEPS,
         "least": least * torch.bfloat16.itemsize,
     }
 
 
-def report(
-    one: dict[str, Any], many: dict[str, Any], ranks: list[dict[str, Any]], steps: int
-) -> list[str]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a run, in each of its processes."""
+    device = start()
+    began = time.monotonic()
+    losses, held_out = train_fsdp2.train(args, device)
+    seconds = time.monotonic() - began
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, exact(args, device))
+    return {"losses": losses, "held_out": held_out, "seconds": seconds, "ranks": ranks}
+
+
+def at_the_end(losses: list[float]) -> float:
+    """The mean of the last tenth."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
+
+
+def report(one: dict[str, Any], many: dict[str, Any]) -> list[str]:
     """Prints the comparison. Returns what does not hold, in words."""
-    losses = [[step["loss"] for step in run["steps"]] for run in (one, many)]
-    tenth = max(1, len(losses[0]) // 10)
-    ends = [sum(each[-tenth:]) / tenth for each in losses]
-    apart = max(abs(a - b) for a, b in zip(*losses))
-    seconds = [run["steps"][-1]["seconds"] for run in (one, many)]
-    print(f"\n{'':34}{'one process':>14}{f'{len(ranks)} processes':>14}")
-    for what, figures, form in (
-        ("loss, first step", [each[0] for each in losses], ".4f"),
-        ("loss, mean of the last tenth", ends, ".4f"),
-        ("loss on held-out text", [run["held_out"] for run in (one, many)], ".4f"),
-        ("seconds", seconds, ".1f"),
-    ):
-        print(f"  {what:32}{figures[0]:14{form}}{figures[1]:14{form}}")
-    print(f"  {'largest difference of loss':46}{apart:14.2g}")
-    head = f"{'a Muon step of rank':22}{'matrices':>10}{'KiB sent':>12}{'least':>12}"
-    print(f"\n  {head}")
-    for number, rank in enumerate(ranks):
-        row = f"{rank['matrices']:10}{rank['sent'] / 1024:12.1f}"
-        print(f"  {number:<22}{row}{rank['least'] / 1024:12.1f}")
-    count = sum(rank["matrices"] for rank in ranks)
-    unequal = sorted({name for rank in ranks for name in rank["differing"]})
-    words = f"NO, {', '.join(unequal)}" if unequal else "yes"
-    print("\nIdentical gradients: parameters and momentum against one process")
-    print(f"  bitwise equal: {words} ({count} matrices, {steps} steps)")
-
-    problems = [f"not bitwise equal: {name}" for name in unequal]
-    for who, each, end in zip(("one process", "the processes"), losses, ends):
-        if not end < each[0]:  # also if it is NaN
-            problems.append(f"{who}: loss did not fall: {each[0]:.4f} to {end:.4f}")
-    if not abs(losses[0][0] - losses[1][0]) < 1e-3:
+    problems = []
+    print(
+        f"\n{'':34}{'first loss':>12}{'last tenth':>12}{'held out':>12}{'seconds':>12}"
+    )
+    for name, run in (("one process", one), (f"{len(many['ranks'])} processes", many)):
+        first, last = run["losses"][0], at_the_end(run["losses"])
+        row = f"{first:12.4f}{last:12.4f}{run['held_out']:12.4f}{run['seconds']:12.1f}"
+        print(f"  {name:32}{row}")
+        if not last < first:  # also if it is NaN
+            problems.append(f"{name}: loss did not fall: {first:.4f} to {last:.4f}")
+    apart = [abs(a - b) for a, b in zip(one["losses"], many["losses"])]
+    print(f"  {'largest difference of loss':32}{max(apart):12.2g}")
+    if not apart[0] < 1e-3:
         problems.append("the first losses differ")
-    for number, rank in enumerate(ranks):
-        if rank["sent"] != rank["least"]:
-            problems.append(f"rank {number} sends {rank['sent']} bytes in a step")
-    return problems
+
+    print(
+        f"\n  {'a Muon step of rank':32}{'matrices':>12}{'KiB sent':>12}{'least':>12}"
+    )
+    unequal: set[str] = set()
+    for number, rank in enumerate(many["ranks"]):
+        sent, least = rank["sent"] / 1024, rank["least"] / 1024
+        print(f"  {number:<32}{rank['matrices']:12}{sent:12.1f}{least:12.1f}")
+        unequal.update(rank["differing"])
+        if sent != least:
+            problems.append(f"rank {number} sends {sent:.1f} KiB in a step")
+    count = sum(rank["matrices"] for rank in many["ranks"])
+    print("\nIdentical gradients: parameters and momentum against one process")
+    answer = f"NO, {', '.join(sorted(unequal))}" if unequal else "yes"
+    print(f"  bitwise equal: {answer} ({count} matrices, {EXACT_STEPS} steps)")
+    return problems + [f"not bitwise equal: {name}" for name in sorted(unequal)]
 
 
-def draw(one: dict[str, Any], many: dict[str, Any], count: int, path: Path) -> None:
+def draw(one: dict[str, Any], many: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for run, label, style in (
-        (one, "one process", {"color": "#9ecae1", "linewidth": 5}),
-        (many, f"{count} processes, FSDP2", {"color": "#08306b", "linewidth": 1.2}),
-    ):
-        losses = [step["loss"] for step in run["steps"]]
-        axes.plot(range(1, len(losses) + 1), losses, label=label, **style)
+    steps = range(1, len(one["losses"]) + 1)
+    label = f"{len(many['ranks'])} processes, FSDP2"
+    axes.plot(steps, one["losses"], label="one process", color="#9ecae1", linewidth=5)
+    axes.plot(steps, many["losses"], label=label, color="#08306b", linewidth=1.2)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Muon, same batches")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 
-def torchrun(count: int, script: str, *arguments: object) -> None:
-    """Runs an example on ``count`` processes. Exits if it fails."""
+def torchrun(count: int) -> None:
+    """Runs this script on ``count`` processes. Exits if it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [sys.executable, *launcher, count, Path(__file__).with_name(script)]
+    command = [sys.executable, *launcher, str(count), __file__, *sys.argv[1:]]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    print(f"\n{script} on {count} process{'es' * (count > 1)}", flush=True)
-    done = subprocess.run(list(map(str, (*command, *arguments))), env=environ)
-    if done.returncode:
-        sys.exit(f"compare_gpt: {script} failed on {count} processes")
+    print(f"\nFSDP2 on {count} process{'es' * (count > 1)}", flush=True)
+    if subprocess.run(command, env=environ).returncode:
+        sys.exit(f"compare_gpt: failed on {count} processes")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare several processes with one. Other options: train_fsdp2.py's",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--processes", type=int, default=4, help=" ")
-    parser.add_argument("--exact-steps", type=int, default=5, help="same gradients")
+    parser = train_fsdp2.options()
+    parser.add_argument("--processes", type=int, default=4, help="number")
     parser.add_argument("--out", type=Path, default="out", help="folder for figures")
-    args, given = parser.parse_known_args()
-    given = ["--steps", "80", *given]
-    training = train_fsdp2.options().parse_args(given)
-    too_few = min(args.processes - 1, args.exact_steps) < 1
-    if training.replicate * training.tp > 1 or too_few:
+    parser.set_defaults(steps=80)
+    args = parser.parse_args()
+    if args.replicate * args.tp > 1 or args.folder or args.processes < 2:
         parser.error("this compares FSDP2 on two or more processes with one")
-    figures = {name: args.out / f"{name}.json" for name in ("one", "many", "ranks")}
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, exact(training, args.exact_steps))
+        figures = measure(args)
         if dist.get_rank() == 0:
-            figures["ranks"].write_text(json.dumps(ranks))
-        dist.destroy_process_group()
-        time.sleep(0.2)  # as in train_fsdp2.py
+            path = args.out / f"{dist.get_world_size()}.json"
+            path.write_text(json.dumps(figures))
+        stop()
         return 0
 
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, count in (("many", args.processes), ("one", 1)):
-        torchrun(count, "train_fsdp2.py", *given, "--losses", figures[name])
-    torchrun(args.processes, "compare_gpt.py", *sys.argv[1:])
-    one, many, ranks = (json.loads(path.read_text()) for path in figures.values())
-    problems = report(one, many, ranks, args.exact_steps)
-    draw(one, many, args.processes, args.out / "losses.png")
+    runs = []
+    for count in (1, args.processes):
+        torchrun(count)
+        runs.append(json.loads((args.out / f"{count}.json").read_text()))
+    problems = report(*runs)
+    draw(*runs, args.out / "losses.png")
     print(f"\n{args.out / 'losses.png'}", flush=True)
     for problem in problems:
         print(f"compare_gpt: {problem}", file=sys.stderr)

@@ -9,7 +9,10 @@ then issues no collective, and reads rank and world size from ``state``.
 
 import torch
 import torch.distributed as dist
+from common import start, train
 from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.functional import linear, mse_loss
 from torch.optim import Muon
 from torch.optim.muon import DistributedConfig
@@ -39,7 +42,7 @@ def redistribute(update: Tensor | None, owner: int, state: dict) -> Tensor:
     """The owner passes the orthogonalized matrix. Each rank returns its shard of it."""
     ranks = state["world_size"]
     rows, columns = state["global_shapes"][state["current_param_idx"]]
-    shard = torch.empty(rows // ranks, columns)
+    shard = torch.empty(rows // ranks, columns, device=state["device"])
     shards = None
     if update is not None:
         shards = list(update.float().chunk(ranks))
@@ -48,37 +51,28 @@ def redistribute(update: Tensor | None, owner: int, state: dict) -> Tensor:
 
 
 class Sharded(nn.Module):
-    """A linear layer. Each rank stores some rows; the forward pass gathers the others."""
+    """A linear layer. Each rank stores some rows; the forward pass gathers the others.
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    Here DTensor gathers, and adds up the gradients. Muon sees plain tensors.
+    """
+
+    def __init__(self, inputs: int, outputs: int, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.mesh = mesh
         whole = nn.Linear(inputs, outputs, bias=False).weight.detach()
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.weight = nn.Parameter(whole.chunk(ranks)[rank].clone())
+        rows = whole.chunk(mesh.size())[mesh.get_local_rank()]
+        self.weight = nn.Parameter(rows.clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, GatherRows.apply(self.weight))
-
-
-class GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shard):
-        rows = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, shard.contiguous())
-        return torch.cat(rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        own = grad.chunk(dist.get_world_size())[dist.get_rank()]
-        return own / dist.get_world_size()
+        shards = DTensor.from_local(self.weight, self.mesh, [Shard(0)])
+        return linear(x, shards.full_tensor(grad_placements=[Partial("avg")]))
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)  # all ranks draw the same weights and keep their rows
-    model = nn.Sequential(Sharded(32, 64), nn.ReLU(), Sharded(64, 32))
+    device = start()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model = nn.Sequential(Sharded(32, 64, mesh), nn.ReLU(), Sharded(64, 32, mesh))
+    model.to(device)
     config = DistributedConfig(
         assign_fn=assign_by_size,
         gather_fn=gather,
@@ -86,6 +80,7 @@ def main() -> None:
         state={
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
+            "device": device,
             # By these, Muon scales the learning rate. The shards hide them.
             "global_shapes": {0: (64, 32), 1: (32, 64)},
         },
@@ -97,15 +92,14 @@ def main() -> None:
         distributed_config=config,
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(20):
-        inputs = torch.randn(16, 32, generator=generator)
+
+    def gradients(step: int) -> Tensor:
+        inputs = torch.randn(16, 32, generator=generator).to(device)
         loss = mse_loss(model(inputs), inputs.roll(1, 1))
         loss.backward()
-        muon.step()
-        muon.zero_grad()
-        if dist.get_rank() == 0 and step % 5 == 4:
-            print(f"step {step + 1}, loss {loss:.4f}", flush=True)
-    dist.destroy_process_group()
+        return loss
+
+    train(gradients, [muon])
 
 
 if __name__ == "__main__":

@@ -1,39 +1,31 @@
 """Train a small GPT with FSDP2: Muon for the hidden matrices, AdamW for the rest.
 
-torchrun --nproc-per-node 4 examples/train_fsdp2.py --save out/checkpoint
-torchrun --nproc-per-node 2 examples/train_fsdp2.py --resume out/checkpoint --steps 200
+torchrun --nproc-per-node 4 examples/train_fsdp2.py --folder out
 torchrun --nproc-per-node 4 examples/train_fsdp2.py --replicate 2    # HSDP
 torchrun --nproc-per-node 4 examples/train_fsdp2.py --tp 2           # FSDP2 x TP
+
+With --folder it saves checkpoints. Started again with more --steps, it goes on from the last one,
+on any number of ranks and on any mesh.
 """
 
 import argparse
-import json
-import os
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import load, loss_of, sample, start, stop
 from gpt import GPT
-from text import load, sample
 from torch import nn, Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
     RowwiseParallel,
 )
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -44,42 +36,46 @@ COLUMNS = ("attention.query", "attention.key", "attention.value", "up")
 ROWS = ("attention.out", "down")
 
 
-def build_model(args: argparse.Namespace, mesh: DeviceMesh) -> GPT:
-    sizes = args.width, args.layers, args.heads, args.context
-    with torch.device("meta"):  # shapes without memory
-        model = GPT(*sizes)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    numbers = {"steps": 100, "batch": 16, "context": 128, "width": 192, "layers": 4}
+    numbers |= {"heads": 6, "lr": 3e-3, "replicate": 1, "tp": 1}
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help="number")
+    parser.add_argument("--folder", type=Path, help="for checkpoints")
+    return parser
+
+
+def build(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, list[Optimizer]]:
+    data_ranks = dist.get_world_size() // args.tp
+    shape = (args.replicate, data_ranks // args.replicate, args.tp)
+    names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     data = mesh["replicate", "shard"] if args.replicate > 1 else mesh["shard"]
-    dtype = torch.bfloat16 if args.bf16 else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model = GPT(args.width, args.layers, args.heads, args.context).to(device)
     for block in model.blocks:
         if args.tp > 1:
             plan = dict.fromkeys(COLUMNS, ColwiseParallel())
             plan |= dict.fromkeys(ROWS, RowwiseParallel())
             parallelize_module(block, mesh["tp"], plan)
-        if args.compile:
-            block.compile()
-        fully_shard(block, mesh=data, mp_policy=policy)
-    fully_shard(model, mesh=data, mp_policy=policy)
-    model.to_empty(device=mesh.device_type)
-    # Rank 0 initializes the whole model (or reads it from a file) and sends out the shards.
-    torch.manual_seed(args.seed)
-    whole = GPT(*sizes).state_dict() if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole, options=options)
-    return model
+        fully_shard(block, mesh=data)
+    fully_shard(model, mesh=data)
 
-
-def build_optimizers(model: nn.Module, args: argparse.Namespace) -> list[Optimizer]:
+    # After sharding, because Muon reads the shards.
     matrices, others = partition_named_parameters(model)
     muon = Muon(
         matrices,
         lr=args.lr,
-        weight_decay=0.1,
         # This scale takes the learning rate and the weight decay of AdamW.
         adjust_lr_fn="match_rms_adamw",
         distributed_config="auto",
     )
-    return [muon, AdamW(others, lr=args.adamw_lr, weight_decay=0.0)]
+    return model, [muon, AdamW(others, lr=args.lr, weight_decay=0.0)]
 
 
 def clip(model: nn.Module, limit: float) -> None:
@@ -93,121 +89,66 @@ def clip(model: nn.Module, limit: float) -> None:
         clip_grads_with_norm_(ps, limit, total)
 
 
-def mean(value: Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
-
-
-def show(step: int, steps: int, loss: float) -> None:
-    """Draws a bar again on a terminal. A file gets a line for each tenth of the steps."""
-    text = f"step {step}, loss {loss:.4f}"
-    is_last = step == steps
-    if sys.stdout.isatty():
-        bar = "#" * (30 * step // steps)
-        print(f"{bar:.<30} {text}", end="\n" if is_last else "\r", flush=True)
-    elif is_last or 10 * step // steps > 10 * (step - 1) // steps:
-        print(text, flush=True)
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT on Python's documentation with FSDP2 and Muon.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    numbers = {"steps": 100, "batch": 16, "context": 128, "width": 192, "layers": 4}
-    numbers |= {"heads": 6, "lr": 3e-3, "adamw-lr": 3e-3, "seed": 0}
-    for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help="number")
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of HSDP")
-    parser.add_argument("--tp", type=int, default=1, help="ranks that cut each layer")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--compile", action="store_true", help="each block")
-    parser.add_argument("--save", metavar="FOLDER", help="for a checkpoint")
-    parser.add_argument("--resume", metavar="FOLDER", help="of a checkpoint")
-    parser.add_argument("--losses", metavar="FILE", help="JSON")
-    return parser
-
-
-def main() -> None:
-    args = options().parse_args()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(args: argparse.Namespace, device: torch.device) -> tuple[list[float], float]:
+    """Returns the loss of each step, and the loss on held-out text."""
     rank, data_ranks = dist.get_rank(), dist.get_world_size() // args.tp
-    if args.batch % data_ranks:  # the mean over ranks is that of equal slices
-        raise SystemExit(f"--batch {args.batch} does not divide by {data_ranks} ranks")
-    shape = (args.replicate, data_ranks // args.replicate, args.tp)
-    names = ("replicate", "shard", "tp")
-    mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=names)
-    model = build_model(args, mesh)
-    optimizers = build_optimizers(model, args)
+    model, optimizers = build(args, device)
+    schedules = [LambdaLR(o, lambda step: min(1, (step + 1) / 10)) for o in optimizers]
+    text, held_out = load()
 
-    def factor(step: int) -> float:  # warm-up, then linear decay
-        warmup = max(1, args.steps // 10)
-        return min((step + 1) / warmup, 1 - 0.9 * step / args.steps)
-
-    schedules = [LambdaLR(optimizer, factor) for optimizer in optimizers]
-
-    def state(step: int) -> dict[str, Any]:
+    def state() -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizers)
-        return {"model": weights, "optimizers": moments, "step": step}
+        paces = dict(zip(("muon schedule", "adamw schedule"), schedules))
+        return {"model": weights, "optimizers": moments, **paces}
 
-    first = 0
-    if args.resume:
-        saved = state(0)  # in this run's shards, which dcp.load fills
-        dcp.load(saved, checkpoint_id=args.resume)
+    def slice_loss(text: Tensor, seed: int) -> Tensor:
+        """Of this rank's slice of a batch. The ranks of a TP group take the same slice."""
+        batch = sample(text, args.batch, args.context, seed)
+        inputs, targets = (part.chunk(data_ranks)[rank // args.tp] for part in batch)
+        return loss_of(model, (inputs, targets))
+
+    def mean(loss: Tensor) -> float:
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size()
+
+    saved = list(args.folder.glob("*/.metadata")) if args.folder else []
+    if saved:
+        last = max(int(path.parent.name) for path in saved)
+        found = state()  # in this run's shards, which dcp.load fills
+        dcp.load(found, checkpoint_id=args.folder / str(last))
         set_state_dict(
             model,
             optimizers,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizers"],
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimizers"],
         )
-        first = saved["step"]
-        for schedule in schedules:
-            schedule.last_epoch = first - 1
-            schedule.step()
-
-    if first >= args.steps:
-        raise SystemExit(f"the checkpoint is from step {first}: ask for more --steps")
-    text, held_out = load()
-
-    def loss_of(text: Tensor, seed: int) -> Tensor:
-        # The ranks of a TP group take the same slice of the batch.
-        inputs, targets = (
-            whole.chunk(data_ranks)[rank // args.tp].to(mesh.device_type)
-            for whole in sample(text, args.batch, args.context, seed)
-        )
-        return cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
-
-    began = time.monotonic()
-    history = []
-    for step in range(first, args.steps):
-        loss = loss_of(text, seed=args.seed + 1 + step)
+    losses = []
+    for step in range(schedules[0].last_epoch, args.steps):
+        loss = slice_loss(text, seed=step + 1)
         loss.backward()
         clip(model, 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        value = mean(loss)
-        history.append({"loss": value, "seconds": time.monotonic() - began})
-        if rank == 0:
-            show(step + 1, args.steps, value)
+        losses.append(mean(loss))
+        if (step + 1) % 10 == 0:
+            if rank == 0:
+                print(f"step {step + 1}, loss {losses[-1]:.4f}", flush=True)
+            if args.folder:
+                dcp.save(state(), checkpoint_id=args.folder / str(step + 1))
     optimizers[0].synchronize()  # raises if ranks differed in the last step
-    if args.save:
-        dcp.save(state(args.steps), checkpoint_id=args.save)
     with torch.no_grad():
-        loss = mean(loss_of(held_out, args.seed))
-    if rank == 0:
-        print(f"loss on held-out text {loss:.4f}")
-        if args.losses:
-            figures = {"steps": history, "held_out": loss}
-            Path(args.losses).write_text(json.dumps(figures))
-    dist.destroy_process_group()
-    # A thread of gloo that still drops a tensor when Python ends would abort the process.
-    time.sleep(0.2)
+        return losses, mean(slice_loss(held_out, seed=0))
+
+
+def main() -> None:
+    args = options().parse_args()
+    _, held_out = train(args, start())
+    if dist.get_rank() == 0:
+        print(f"loss on held-out text {held_out:.4f}")
+    stop()
 
 
 if __name__ == "__main__":

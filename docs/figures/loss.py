@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
 from gpt import GPT
-from text import load, sample
+from common import load, sample
 
 
 BATCH, CONTEXT = 16, 128

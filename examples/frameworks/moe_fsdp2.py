@@ -8,11 +8,11 @@ instead of whole experts, so that all ranks take part in the exchange and own ma
 
 import torch
 import torch.distributed as dist
-from installed_muon import Muon, partition_named_parameters, split_of
 from tiny import moe
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW
+from torch.optim.muon import Muon, partition_named_parameters, split_of
 
 
 def rows_of_experts(param: torch.nn.Parameter) -> Shard | None:
@@ -39,8 +39,7 @@ def main() -> None:
     )
     adamw = AdamW(others, lr=3e-3)
 
-    data = torch.randint(64, (3, 4, 16), generator=torch.Generator().manual_seed(0))
-    for tokens in data:
+    for tokens in torch.randint(64, (3, 4, 16)):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

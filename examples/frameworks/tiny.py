@@ -1,6 +1,37 @@
-"""The tiny models of the recipes. Put yours there instead."""
+"""Shared by the recipes: their optimizers, and tiny models. Put yours there instead."""
 
+from collections.abc import Callable
+
+import torch
+from combined import Combined
 from torch import nn, Tensor
+from torch.optim import AdamW
+
+
+# Your program knows which one it has, and can import from there.
+try:
+    from torch.optim.muon import create_auto_config, Muon, partition_named_parameters
+# An ImportError of another kind says that a patch has to be applied again.
+except ModuleNotFoundError:
+    from distributed_muon import create_auto_config, Muon, partition_named_parameters
+
+
+def muon_and_adamw(
+    model: nn.Module, strategy: str, lr: float = 3e-3
+) -> tuple[Muon, AdamW]:
+    """Muon for the hidden matrices, and AdamW for the rest."""
+    config = "auto"  # it reads DTensors, of FSDP2 or tensor parallelism
+    if strategy == "ddp":
+        config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
+    matrices, others = partition_named_parameters(model)
+    scale = "match_rms_adamw"
+    muon = Muon(matrices, lr, adjust_lr_fn=scale, distributed_config=config)
+    return muon, AdamW(others, lr)
+
+
+def factory() -> Callable[..., Combined]:
+    """For a Trainer: it calls this, and calls the result with its model."""
+    return lambda model, **options: Combined(*muon_and_adamw(model, **options))
 
 
 def llama() -> nn.Module:

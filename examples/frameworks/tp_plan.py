@@ -7,9 +7,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from installed_muon import Muon, partition_named_parameters
-from torch.optim import AdamW
-from tiny import llama
+from tiny import llama, muon_and_adamw
 from transformers import AutoModelForCausalLM
 
 
@@ -19,18 +17,13 @@ def main() -> None:
         torch.manual_seed(0)
         llama().save_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
-
-    matrices, others = partition_named_parameters(model)
-    muon = Muon(
-        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config="auto"
-    )
-    adamw = AdamW(others, lr=3e-3)
+    optimizers = muon_and_adamw(model, "tp")
 
     # All ranks of a tensor parallel group see the same tokens.
     for tokens in torch.randint(64, (3, 4, 16), device=model.device):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        for optimizer in (muon, adamw):
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if dist.get_rank() == 0:

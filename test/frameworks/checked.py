@@ -17,7 +17,6 @@ from pathlib import Path
 
 import stand_ins
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,16 +49,14 @@ class Check:
                 loss = closure()
             args, kwargs = (optimizer, lambda: loss), {}
         self.expected = []
-        shapes = flat_shapes()
         for group in optimizer.param_groups:
             options = {name: group[name] for name in OPTIONS}
             for param in group["params"]:
-                # A rank may hold no element of a matrix that FSDP1 cuts, and no gradient.
-                if param.grad is None and id(param) not in shapes:
+                if param.grad is None:
                     continue
                 momentum = optimizer.state.get(param, {}).get("momentum_buffer")
                 given = [param, param.grad] + [momentum] * (momentum is not None)
-                wholes = [gather(tensor, shapes, param) for tensor in given]
+                wholes = list(map(gather, given))
                 expected = [self.step(options, *each) for each in cut(wholes, group)]
                 self.expected.append((param, group, expected))
         return args, kwargs
@@ -77,10 +74,9 @@ class Check:
     def after(self, optimizer, args, kwargs):
         if not is_distributed(optimizer):
             return
-        shapes = flat_shapes()
         for param, group, expected in self.expected:
             momentum = optimizer.state[param]["momentum_buffer"]
-            wholes = [gather(tensor, shapes, param) for tensor in (param, momentum)]
+            wholes = gather(param), gather(momentum)
             for found, wanted in zip(cut(wholes, group), expected, strict=True):
                 for which, a, b in zip(("parameter", "momentum"), found, wanted):
                     if not torch.equal(a, b):
@@ -98,41 +94,10 @@ def cut(tensors, group):
     return zip(*(parts_of(t, group["split"], group["flatten"]) for t in tensors))
 
 
-def gather(tensor, shapes, param):
-    """The whole of a DTensor or of a slice of a flat parameter; a whole is one already."""
-    if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()
-    shape = shapes.get(id(param))
-    if shape is None:
-        return tensor.detach()
-    slices = [None] * dist.get_world_size()
-    dist.all_gather_object(slices, None if tensor is None else tensor.detach().clone())
-    return torch.cat([s.flatten() for s in slices if s is not None]).view(shape)
-
-
-def flat_shapes():
-    """FSDP1's original parameters -> the shapes of the matrices of which they are slices."""
-    return {
-        id(param): shape
-        for flat in FLAT
-        for param, shape in zip(flat._params, flat._shapes)
-    }
-
-
-FLAT = []
-
-
-def note_flat_parameters():
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-    make = FlatParamHandle._init_flat_param_and_metadata
-
-    def noted(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        if self.flat_param._params is not None:
-            FLAT.append(self.flat_param)
-
-    FlatParamHandle._init_flat_param_and_metadata = noted
+def gather(tensor):
+    """The whole of a DTensor; other tensors are wholes."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def main():
@@ -146,7 +111,6 @@ def main():
     sys.path.insert(0, str(RECIPES))
     if args.stand_in is not None:
         getattr(stand_ins, args.stand_in)()
-    note_flat_parameters()
     check = Check()
     register_optimizer_step_pre_hook(check.before)
     register_optimizer_step_post_hook(check.after)

@@ -12,20 +12,12 @@ def accelerate():
     """FSDP is offered on accelerators only, to the Trainer too."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
 
     PartialState._prepare_backend = lambda *args, **kwargs: (
         "gloo",
         DistributedType.MULTI_GPU,
     )
-    finish = FullyShardedDataParallelPlugin.__post_init__
-
-    def finish_without_device(self):
-        # FSDP1 would look for one; all ranks make the same model.
-        self.sync_module_states = False
-        finish(self)
-
-    FullyShardedDataParallelPlugin.__post_init__ = finish_without_device
 
 
 def torchtitan():

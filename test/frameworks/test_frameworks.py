@@ -61,11 +61,8 @@ STAND_IN = {"stand_in": "accelerate"}
 
 
 @needs("accelerate", "transformers")
-@pytest.mark.parametrize(
-    ("recipe", "options"), [("trainer_fsdp1", STAND_IN), ("tp_plan", {})]
-)
-def test_transformers_recipe(recipe, options):
-    assert_checked(start(RECIPES / f"{recipe}.py", **options), LLAMA)
+def test_tensor_parallel_recipe():
+    assert_checked(start(RECIPES / "tp_plan.py"), LLAMA)
 
 
 # LoRA's A and B for each matrix.
@@ -75,18 +72,18 @@ NUMBERS = "1", "1", "3"
 TRAINERS = "checkpoint-1", "checkpoint-1", "checkpoint-3"
 # It counts the steps of both optimizers.
 LIGHTNINGS = "epoch=0-step=2.ckpt", "last.ckpt", "epoch=2-step=6.ckpt"
-# A recipe, its options, its matrices, its checkpoints, and the steps from step 1 on. Under FSDP2 one more has
-# a learning rate of 0: it makes the state that a checkpoint is loaded into.
+# A recipe and its strategy, its options, its matrices, its checkpoints, and the steps from step 1 on. Under FSDP2
+# one more has a learning rate of 0: it makes the state that a checkpoint is loaded into.
 RESUMED = [
-    ("accelerate_ddp", {}, LLAMA, NUMBERS, 2),
-    ("accelerate_fsdp2", STAND_IN, LLAMA, NUMBERS, 3),
-    ("trainer_ddp", {}, LLAMA, TRAINERS, 2),
-    ("trainer_fsdp2", STAND_IN, LLAMA, TRAINERS, 3),
-    ("sft_lora", {}, ADAPTERS, TRAINERS, 2),
-    ("fabric_ddp", {}, ENCODER, NUMBERS, 2),
-    ("fabric_fsdp2", {}, ENCODER, NUMBERS, 3),
-    ("lightning_ddp", {}, ENCODER, LIGHTNINGS, 2),
-    ("lightning_fsdp2", {}, ENCODER, LIGHTNINGS, 3),
+    ("with_accelerate ddp", {}, LLAMA, NUMBERS, 2),
+    ("with_accelerate fsdp2", STAND_IN, LLAMA, NUMBERS, 3),
+    ("with_trainer ddp", {}, LLAMA, TRAINERS, 2),
+    ("with_trainer fsdp2", STAND_IN, LLAMA, TRAINERS, 3),
+    ("with_trl", {}, ADAPTERS, TRAINERS, 2),
+    ("with_fabric ddp", {}, ENCODER, NUMBERS, 2),
+    ("with_fabric fsdp2", {}, ENCODER, NUMBERS, 3),
+    ("with_lightning ddp", {}, ENCODER, LIGHTNINGS, 2),
+    ("with_lightning fsdp2", {}, ENCODER, LIGHTNINGS, 3),
 ]
 
 
@@ -106,15 +103,16 @@ def test_recipe_goes_on_from_its_checkpoint(
     recipe, options, matrices, places, left, tmp_path
 ):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    script = RECIPES / f"{recipe}.py"
+    name, *strategy = recipe.split()
+    script = RECIPES / f"{name}.py"
     first, resumed, last = places
-    assert_checked(start(script, whole, **options), matrices)
+    assert_checked(start(script, whole, *strategy, **options), matrices)
     expected = weights_in(whole / last)
     assert expected and expected != weights_in(whole / first)
     broken.mkdir()
     copy_all = shutil.copytree if (whole / first).is_dir() else shutil.copyfile
     copy_all(whole / first, broken / resumed)
-    assert_checked(start(script, broken, **options), matrices, steps=left)
+    assert_checked(start(script, broken, *strategy, **options), matrices, steps=left)
     assert weights_in(broken / last) == expected
 
 
@@ -127,12 +125,12 @@ def test_recipe_takes_the_package_where_torch_is_not_patched(tmp_path):
     environ = {name: text for name, text in os.environ.items() if name not in dropped}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    words.append(RECIPES / "accelerate_ddp.py")
+    words.append(RECIPES / "with_accelerate.py")
     weights = []
     for number, python in enumerate((sys.executable, without_patch)):
         folder = tmp_path / f"checkpoints{number}"
         options = {"cwd": tmp_path, "env": environ, "timeout": 300}
-        done = run(python, *words, folder, **options)
+        done = run(python, *words, folder, "ddp", **options)
         assert len(re.findall("step .*loss", done.out)) == STEPS
         weights.append(weights_in(folder / str(STEPS)))
     assert weights[0] and weights[0] == weights[1]
@@ -141,11 +139,10 @@ def test_recipe_takes_the_package_where_torch_is_not_patched(tmp_path):
 @needs("accelerate", "transformers")
 def test_accelerate_has_no_fsdp_on_cpus(tmp_path):
     """Each process trained alone, or under DDP."""
-    for environ in ({}, {"ACCELERATE_USE_CPU": "true"}):
-        code, out, err = start(RECIPES / "accelerate_fsdp2.py", tmp_path, **environ)
-        assert code == 1
-        assert err.count("Without accelerators, Accelerate would ignore") == 2, err
-        assert "loss" not in out
+    code, out, err = start(RECIPES / "with_accelerate.py", tmp_path)
+    assert code == 1
+    assert err.count("Without accelerators, Accelerate would ignore") == 2, err
+    assert "loss" not in out
 
 
 DOCUMENTED = [program for program in programs() if program.needs_frameworks]
@@ -171,41 +168,6 @@ def test_documented_program(program, processes, tmp_path):
 def test_experts():
     # Of two layers: attention, and four experts with gate, up and down.
     assert_checked(start(RECIPES / "moe_fsdp2.py"), 2 * (4 + 4 * 3))
-
-
-ORDER = HERE / "cases" / "accelerate_order.py"
-
-
-@needs("accelerate", "transformers")
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--fsdp 1 --order after --config module",
-        "--fsdp 1 --order before --config module",
-        "--fsdp 2 --order after --config dtensor",
-        "--fsdp 2 --order before --config dtensor --ram 0",
-        "--fsdp 2 --order before --config dtensor --ram 1",
-        "--fsdp 2 --order before --config fsdp --ram 1",
-    ],
-)
-def test_accelerate_order(words):
-    assert_checked(start(ORDER, *words.split(), stand_in="accelerate"), LLAMA)
-
-
-@needs("accelerate", "transformers")
-@pytest.mark.parametrize("config", ["fsdp", "dtensor"])
-def test_fsdp1_says_what_it_needs(config):
-    words = ["--fsdp", 1, "--order", "before", "--config", config]
-    code, out, err = start(ORDER, *words, stand_in="accelerate")
-    assert code == 1
-    assert err.count("Error: ") == err.count("module=model") == 2, err[-4000:]
-    assert "steps" not in out
-
-
-@needs("accelerate", "transformers")
-def test_accelerate_goes_on_from_its_checkpoint(tmp_path):
-    program = HERE / "cases" / "accelerate_checkpoint.py"
-    assert_checked(start(program, tmp_path, stand_in="accelerate"), LLAMA, steps=6)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Lightning Fabric with FSDP2: ``setup`` shards the model, and only then the optimizers are built.
+"""Lightning Fabric with DDP, or with FSDP2: ``setup`` takes the model, then the optimizers are built.
 
-    torchrun --nproc-per-node 2 examples/frameworks/fabric_fsdp2.py FOLDER
+    torchrun --nproc-per-node 2 examples/frameworks/with_fabric.py FOLDER [ddp|fsdp2]
 
 Started again, it goes on from its last checkpoint in FOLDER.
 
@@ -13,13 +13,11 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from installed_muon import Muon, partition_named_parameters
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
-from tiny import Encoder
+from tiny import Encoder, muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW
 
 
 def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
@@ -28,22 +26,16 @@ def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Modu
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-def main(folder: Path) -> None:
-    strategy = ModelParallelStrategy(
+def main(folder: Path, strategy: str = "fsdp2") -> None:
+    sharded = ModelParallelStrategy(
         parallelize, data_parallel_size=2, tensor_parallel_size=1
     )
-    fabric = Fabric(strategy=strategy, devices=2)
+    fabric = Fabric(strategy=sharded if strategy == "fsdp2" else "ddp", devices=2)
     fabric.launch()
     torch.manual_seed(0)
     model = fabric.setup(Encoder())
+    muon, adamw = fabric.setup_optimizers(*muon_and_adamw(model, strategy))
 
-    matrices, others = partition_named_parameters(model)
-    muon, adamw = fabric.setup_optimizers(
-        Muon(
-            matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config="auto"
-        ),
-        AdamW(others, lr=3e-3),
-    )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
     state = {"model": model, "muon": muon, "adamw": adamw}
     done = max((int(path.name) for path in folder.glob("*")), default=0)
@@ -61,4 +53,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
