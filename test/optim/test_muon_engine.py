@@ -28,15 +28,14 @@ if dist.is_available():
     from torch.testing._internal.distributed._muon.common_layouts import rows_of
     from torch.testing._internal.distributed._muon.fake_ranks import FakeRanks
 
-    SUM = Partial()
 else:
     FakeRanks = object
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestCover(TestCase):
-    def check(self, *pieces, contributions=()):
-        shards = Shards(tuple(range(len(pieces))), pieces, contributions)
+    def check(self, *pieces):
+        shards = Shards(tuple(range(len(pieces))), pieces)
         layout = Layout(Key(3, 0, "w"), (4, 6), torch.float32, shards, "made up")
         check_cover(layout)
 
@@ -64,9 +63,6 @@ class TestCover(TestCase):
             with self.subTest(name):
                 with self.assertRaisesRegex(ValueError, pattern):
                     self.check(*pieces)
-        with self.assertRaisesRegex(ValueError, "12 of 24"):
-            whole, half = rows_of((4, 6), 0, 4), rows_of((4, 6), 0, 2)
-            self.check(whole, half, contributions=(0, 1))
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -101,14 +97,6 @@ class TestDTensorLayouts(FakeRanks, TestCase):
         dtensor = self.dtensor((2, 2), Partial("max"), Shard(0))
         with self.assertRaisesRegex(ValueError, "parameter 2 'w'.*Partial"):
             DTensorLayouts().of(Key(2, 0, "w"), dtensor)
-
-    def test_sum_while_tensors_are_made_on_meta(self):
-        """As under ``with torch.device("meta")``, where models are made."""
-        self.as_rank(1, 4)
-        dtensor = self.dtensor((2, 2), SUM, Shard(0))
-        with torch.device("meta"):
-            (layout,) = DTensorLayouts().of(Key(2, 0, "w"), dtensor)
-        self.assertEqual(layout.shards.contributions, (0, 0, 1, 1))
 
     def test_parameters_on_a_cpu_in_a_group_of_accelerators(self):
         """The group's device has the communication buffers."""

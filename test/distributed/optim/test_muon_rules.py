@@ -317,9 +317,6 @@ class TestMuonRules(RulesTestCase):
                     copies = r"^the host waits for aten.(_to_)?copy_?.default$"
                     self.assertRegex(problem, copies)
 
-        contributions = PlacedMatrices(FOUR, ("P", 0), sizes=(2, 2), offloaded=True)
-        step_of(Program(4, (contributions,)), 0, Accelerator(), LAZY)
-
     def test_no_storage_of_mps_is_resized(self):
         memory = Memory(torch.device("mps"))
         memory._storages.append((mock.Mock(nbytes=lambda: 8, resize_=None), 8))

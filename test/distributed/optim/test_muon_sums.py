@@ -15,7 +15,6 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_config, common_muon
-from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     grid_of,
@@ -92,10 +91,10 @@ class SummedMatrices:
 
     def whole_gradient(self, index, summed=True):
         coordinates = self.coordinates() if summed else [()]
-        total = 0
+        total = torch.zeros(TERMS[index], dtype=torch.float64)
         for coordinate in coordinates:
-            total = total + self.terms(100 + index, TERMS[index], coordinate)
-        return total
+            total += self.terms(100 + index, TERMS[index], coordinate)
+        return total.float()
 
 
 class TestMuonPartial(OnCPU):
@@ -110,7 +109,7 @@ class TestMuonPartial(OnCPU):
     ):
         """One step against one process that has the sums of the gradients.
 
-        The contribution at the owner's coordinate gets the update. The others only decay. With ``summed``
+        The first contribution gets the update. The others only decay. With ``summed``
         False, the gradients are no contributions, but whole. With ``wrapped``, a function of the user calls
         the factory's.
         """
@@ -129,17 +128,17 @@ class TestMuonPartial(OnCPU):
         if wrapped:
             common_muon.wrap_functions(config, "redistribute_fn")
         optimizer = Muon(params, distributed_config=config, **options)
-        with common_config.NewtonSchulzCalls() as calls, Recorder() as seen:
+        with common_config.NewtonSchulzCalls() as calls:
             optimizer.step()
         problems = []
         for index, param in enumerate(params):
-            owner = matrices.coordinate_of(optimizer.matrix_owners[index, 0])
-            single = nn.Parameter(terms(index, param.shape, owner))
+            first, *_ = matrices.coordinates()
+            single = nn.Parameter(terms(index, param.shape, first))
             single.grad = matrices.whole_gradient(index, summed)
             alone = Muon([single], **options)
             alone.step()
             expected = single.detach()
-            if mine != owner:
+            if mine != first:
                 expected = terms(index, param.shape, mine) * (1 - 0.25 * 0.5)
             if not torch.equal(local(param.detach()), matrices.piece(expected)):
                 problems.append(f"parameter {index}")
@@ -155,8 +154,6 @@ class TestMuonPartial(OnCPU):
         counts = common_muon.everyone(len(calls.shapes))
         meshes = self.world_size // mesh.size()
         self.assertEqual(sum(counts), len(TERMS) * meshes)
-        if not wrapped:
-            self.check_sizes(seen)
 
     def has_sum(self, param, momentum, total):
         """Whether a buffer, and what becomes of a whole one, has the sum ``total``."""
@@ -167,27 +164,6 @@ class TestMuonPartial(OnCPU):
             if not torch.equal(whole, total):
                 return False
         return True
-
-    def check_sizes(self, seen):
-        """Contributions are not rounded before they are added."""
-        sizes = []
-        for call in seen.calls:
-            if call.name == "all_to_all_single":
-                sizes.append(call.itemsize)
-        self.assertEqual(sizes.count(4), sizes.count(2))
-        self.assertEqual(set(sizes), {2, 4})
-
-    def test_partial_parameter_with_wider_gradients(self):
-        """Contributions travel in the dtype of the momentum, so the owner adds them in it."""
-        dtype = torch.bfloat16
-        spec = Spec((8, 6), mesh_of(4), (P,), dtype)
-        param = nn.Parameter(place(full(1, spec.shape, dtype), spec))
-        param.grad_dtype = torch.float32
-        muon = Muon([param], distributed_config="auto")
-        (layout,) = muon._engine.schedule.layouts
-        self.assertEqual(layout.dtype, torch.float32)
-        (bucket,) = muon._engine.schedule.buckets
-        self.assertEqual(bucket.gather_dtype, torch.float32)
 
     def test_partial_parameters(self):
         grid = grid_of(2, 2)
@@ -217,7 +193,7 @@ class TestMuonPartial(OnCPU):
                 sizes = [1 if placement is single else 2 for placement in placements]
                 self.check(grid_of(*sizes), placements)
 
-    def test_contributions_are_added_in_the_order_of_the_group(self):
+    def test_the_order_of_contributions_does_not_count(self):
         def terms(seed, shape, coordinate):
             # The second and third term cancel out, and absorb most of the first one.
             great = full(seed + 50, shape) * 2**24

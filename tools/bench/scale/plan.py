@@ -118,7 +118,7 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
         count[place] += 1
     gathered, scattered, elements = _volumes(bucket, owners, counts)
     nodes = ranks // gpus_per_node
-    gather = Loads.between(owners, gathered * bucket.gather_dtype.itemsize, nodes)
+    gather = Loads.between(owners, gathered * NS_DTYPE.itemsize, nodes)
     scatter = Loads.between(owners, scattered * NS_DTYPE.itemsize, nodes)
     relays = _relays(counts, elements, nodes)
     return BucketPlan(
@@ -135,8 +135,6 @@ def _volumes(
     scattered = np.zeros_like(gathered)
     held = np.zeros(len(ranks))
     for shards, count in counts.items():
-        if shards.partial:
-            raise NotImplementedError("the simulation has no Partial parameters")
         order = np.argsort(shards.ranks)
         numels = np.array(shards.numels)[order]
         held += count.sum() * numels

@@ -19,7 +19,6 @@ The vocabulary, in the order of the data:
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
 - *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
 - *holder*: a rank that holds a part of a matrix. *Owner*: the one of them that orthogonalizes it.
-- *contribution*: what one rank adds to a matrix that is a sum (Partial).
 - *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
 - *split sizes*: how many elements go to or come from each rank in an all-to-all. *Pack*: one side of it, with

@@ -64,7 +64,7 @@ def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Ten
         raise ValueError(
             "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
         )
-    return piece(reader, tensor, index, rank)
+    return piece(reader, tensor, index)
 
 
 def _reader(state: dict[str, Any]) -> Reader:

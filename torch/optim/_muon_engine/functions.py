@@ -20,7 +20,7 @@ from .._newton_schulz import NS_DTYPE
 from .config import DistributedConfig
 from .config_functions import LAYOUTS, lent, READER, STEP
 from .layouts.layout import Layout, matrix_shape
-from .layouts.local import is_dtensor, like_param, local_part
+from .layouts.local import is_dtensor, like_param, local_part, takes_update
 from .runtime.executor import Executor, Progress
 from .runtime.memory import Memory
 from .runtime.params import Param, StepInputs
@@ -212,7 +212,12 @@ class FunctionStep:
         self.progress.now = "accumulate", [param]
         inputs.accumulate(param.param_group, [param.key.index])
         momentum, gradient = of_param.momentum, of_param.gradient
-        if gradient is None:
+        if param.is_sum and of_param.user_gradient is not None:
+            # The sum was made already. One contribution has it.
+            piece = (
+                momentum if takes_update(param.tensor) else torch.zeros_like(momentum)
+            )
+        elif gradient is None:
             piece = torch.zeros_like(momentum)
         else:
             (piece,) = inputs.formulas[param.param_group].blend([momentum], [gradient])

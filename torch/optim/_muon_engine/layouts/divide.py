@@ -37,8 +37,7 @@ def _shards_of_parts(shards: Shards, split: Split) -> list[Shards]:
     of_parts: list[Shards] = []
     for place in range(len(split.sizes)):
         regions_of_ranks = tuple(cut[regions][place] for regions in shards.regions)
-        part = Shards(shards.ranks, regions_of_ranks, shards.contributions)
-        of_parts.append(part)
+        of_parts.append(Shards(shards.ranks, regions_of_ranks))
     return of_parts
 
 

@@ -139,7 +139,7 @@ def _calculated_shards(
 ) -> dict[int, Shards]:
     """Matrix in the tensor -> its shards: the matrices of this rank, or ``for_whole_mesh`` of all."""
     ranks = tensor.device_mesh.mesh.flatten().tolist()
-    contributions = _contributions(tensor)
+    _check_sums(tensor)
     by_rank = _matrices_by_rank(tensor, flatten)
     subs: Collection[int] = by_rank[ranks.index(process_rank())].keys()
     if for_whole_mesh:
@@ -148,15 +148,12 @@ def _calculated_shards(
     for sub in subs:
         holders: list[int] = []
         regions: list[Regions] = []
-        of_holders: list[int] = []
         for place, matrices in enumerate(by_rank):
             if sub not in matrices:
                 continue
             holders.append(ranks[place])
             regions.append(matrices[sub])
-            if contributions:
-                of_holders.append(contributions[place])
-        shards[sub] = Shards(tuple(holders), tuple(regions), tuple(of_holders))
+        shards[sub] = Shards(tuple(holders), tuple(regions))
     return shards
 
 
@@ -208,26 +205,13 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return groups
 
 
-def _contributions(tensor: DTensor) -> tuple[int, ...]:
-    """For each rank of the flattened mesh, its coordinate along the Partial dimensions, flattened."""
-    # The size of each Partial dimension, and 1 for the others.
-    sizes: list[int] = []
-    shape = tensor.device_mesh.shape
-    for size, placement in zip(shape, tensor.placements):
-        if placement.is_partial() and not _is_sum(placement):
+def _check_sums(tensor: DTensor) -> None:
+    """Raises ValueError for a Partial placement that is no sum. Only a sum has a defined update."""
+    for placement in tensor.placements:
+        if placement.is_partial() and not placement.is_partial("sum"):
             raise ValueError(
                 f"Muon takes no parameter with {placement!r}; redistribute it first"
             )
-        sizes.append(size if placement.is_partial() else 1)
-    if not any(placement.is_partial() for placement in tensor.placements):
-        return ()
-    terms = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-    return tuple(terms.expand(shape).flatten().tolist())
-
-
-def _is_sum(placement: Placement) -> bool:
-    """Whether ranks hold contributions to a sum. Of the Partial placements only this has a defined update."""
-    return placement.is_partial("sum")
 
 
 def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..process_groups import process_rank
 from .dtensor import DTensorLayouts
 from .layout import Key, Layout
-from .local import is_dtensor, like_param, local_part
+from .local import is_dtensor, is_sum, like_param, local_part, takes_update
 
 
 def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,16 +165,14 @@ def _placed(param: Tensor, buffer: Tensor) -> Tensor:
     return cut_out(DTensorLayouts().of(Key(0), param), buffer, param)
 
 
-def cut_out(
-    layouts: Sequence[Layout], full: Tensor, like: Tensor, owner: int = -1
-) -> Tensor:
-    """This rank's shards of ``full``, placed like ``like``; of a sum, those of ``owner``'s contribution."""
+def cut_out(layouts: Sequence[Layout], full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shards of ``full``, placed like ``like``. One contribution to a sum takes all of it."""
     rank, part = process_rank(), local_part(like)
     local = full.new_zeros(part.shape, device=part.device)
+    if is_sum(like) and not takes_update(like):
+        return like_param(like, local)
     for layout in (l for l in layouts if rank in l.shards.ranks):
-        shards = layout.shards
-        taker = shards.contribution_of(owner) if owner in layout.holders else 0
-        for region in shards.of(rank) if shards.contribution_of(rank) == taker else ():
+        for region in layout.shards.of(rank):
             matrix = full.reshape(-1, *layout.shape)[layout.key.sub]
             region.of_local(local).copy_(region.of_matrix(matrix))
     return like_param(like, local)

@@ -157,8 +157,6 @@ class Shards:
     ranks: Ranks
     # The regions of each of these ranks, in storage order. Replicas hold equal rectangles.
     regions: tuple[Regions, ...]
-    # Which contribution to a sum (Partial) each shard is; empty for no sum.
-    contributions: tuple[int, ...] = ()
     # How matrices with these shards were cut -> the shards of each part, which they share.
     parts: dict[Any, list["Shards"]] = field(default_factory=dict)
 
@@ -180,11 +178,10 @@ class Shards:
 
     @cached_property
     def replica_sets(self) -> tuple[Ranks, ...]:
-        """The ranks that store one (contribution, shard), for each distinct one, in the order of ``ranks``."""
-        sets: dict[tuple[int, Regions], list[int]] = {}
-        contributions = self.contributions or itertools.repeat(0)
-        for rank, contribution, shard in zip(self.ranks, contributions, self.regions):
-            sets.setdefault((contribution, shard), []).append(rank)
+        """The ranks that store one shard, for each distinct one, in the order of ``ranks``."""
+        sets: dict[Regions, list[int]] = {}
+        for rank, shard in zip(self.ranks, self.regions):
+            sets.setdefault(shard, []).append(rank)
         return tuple(map(tuple, sets.values()))
 
     @cached_property
@@ -208,12 +205,8 @@ class Shards:
     @cached_property
     def digest(self) -> str:
         """A hash that ranks compare in place of the shards."""
-        content = repr((self.ranks, self.regions, self.contributions))
+        content = repr((self.ranks, self.regions))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-    @cached_property
-    def partial(self) -> bool:
-        return len(set(self.contributions)) > 1
 
     def of(self, rank: int) -> Regions:
         return self.regions[self._place[rank]]
@@ -224,11 +217,6 @@ class Shards:
 
     def numel_of(self, rank: int) -> int:
         return self.numels[self._place[rank]]
-
-    def contribution_of(self, rank: int) -> int:
-        if not self.contributions:
-            return 0
-        return self.contributions[self._place[rank]]
 
     def replicas_of(self, rank: int) -> Ranks:
         replicas, _ = self._replicas[rank]
@@ -284,16 +272,12 @@ def not_2d(described: str) -> ValueError:
 
 def check_cover(layout: Layout) -> None:
     """Raises ValueError unless the distinct shards tile the matrix: no gap, no overlap."""
-    shards = layout.shards
-    by_contribution: dict[int, list[Region]] = {}
-    for rank, *_ in shards.replica_sets:
-        contribution = shards.contribution_of(rank)
-        regions = by_contribution.setdefault(contribution, [])
-        regions += [region for region in shards.of(rank) if region.numel]
-    for regions in by_contribution.values():
-        problem = _overlap(regions) or _gap(regions, layout.shape)
-        if problem:
-            raise ValueError(f"{layout.describe()}: {problem} ({layout.placement})")
+    regions: list[Region] = []
+    for rank, *_ in layout.shards.replica_sets:
+        regions += [region for region in layout.shards.of(rank) if region.numel]
+    problem = _overlap(regions) or _gap(regions, layout.shape)
+    if problem:
+        raise ValueError(f"{layout.describe()}: {problem} ({layout.placement})")
 
 
 def _gap(regions: Sequence[Region], shape: Shape) -> str:

@@ -4,12 +4,38 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def is_sum(tensor: Tensor) -> bool:
+    """Whether ranks hold contributions to a sum (Partial)."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def takes_update(tensor: Any) -> bool:
+    """Whether this rank's contribution to a sum is the one that takes its update: the first one."""
+    where = tensor.device_mesh.get_coordinate() or ()
+    placed = zip(where, tensor.placements, strict=True)
+    return all(place == 0 for place, placement in placed if placement.is_partial())
+
+
+def summed(tensor: Any) -> Any:
+    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum of
+    floats is made in a wider dtype, so that the order of its terms hardly counts.
+    """
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    wide = torch.float64 if tensor.dtype.itemsize >= 4 else torch.float32
+    if not tensor.is_floating_point():
+        wide = tensor.dtype
+    whole = tensor.to(wide).redistribute(tensor.device_mesh, placements)
+    return whole.to(tensor.dtype)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ..process_groups import spanning_group
 from . import dtensor
 from .fitting import cut_out
 from .layout import Key
-from .local import local_part
+from .local import is_sum, local_part, summed
 from .reader import Reader
 
 
@@ -31,6 +31,9 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
     reader.check_tp_dim(tensor, index)
     layouts, like = reader.by_param.get(index, ([], tensor))
+    given = tensor
+    if isinstance(tensor, DTensor) and is_sum(tensor):
+        tensor = summed(tensor)
     _, flatten = reader.info(index).form
     # Outside of a step, shapes may have changed. A copy of FSDP1's flat piece cannot tell its shape.
     is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
@@ -45,7 +48,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
         )
     # A step's own piece is like the parameter, and as large. It must not outlive the step.
     if not (in_step and tensor.shape == like.shape):
-        reader.by_param[index] = layouts, tensor
+        reader.by_param[index] = layouts, given
     piece, shape = local_part(tensor), shape_of(reader, index)
     # The ranks of a mesh may have different matrices of a stack.
     mesh = getattr(tensor, "device_mesh", None)
@@ -65,14 +68,12 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
         for rank, *_ in layout.shards.replica_sets:
             for region in layout.shards.of(rank):
                 matrix = full.view(-1, *layout.shape)[layout.key.sub]
-                part, out = region.of_local(pieces[rank]), region.of_matrix(matrix)
-                # Adding to zeros would lose the sign of a zero.
-                out.add_(part) if layout.shards.partial else out.copy_(part)
+                region.of_matrix(matrix).copy_(region.of_local(pieces[rank]))
     return full
 
 
-def piece(reader: Reader, full: Tensor, index: int, owner: int) -> Tensor:
-    """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
+def piece(reader: Reader, full: Tensor, index: int) -> Tensor:
+    """This rank's piece of the tensor ``full``, cut without communication."""
     layouts, like = reader.by_param.get(index, ([], full))
     if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -85,4 +86,4 @@ def piece(reader: Reader, full: Tensor, index: int, owner: int) -> Tensor:
     if not isinstance(like, DTensor):
         if not layouts or len(layouts[0].holders) == 1:
             return full if full.shape == like.shape else full.reshape(like.shape)
-    return cut_out(layouts, full, like, owner)
+    return cut_out(layouts, full, like)

@@ -107,7 +107,7 @@ class Binder:
             for matrix in bucket.matrices:
                 is_taken = (
                     matrix.param_group in self._fused_groups
-                    and not matrix.layout.shards.partial
+                    and not matrix.is_sum
                     and matrix.sent == matrix.shard
                     and all(region.is_contiguous for region in matrix.sent)
                 )
@@ -163,16 +163,12 @@ class Binder:
     ) -> BoundBucket:
         results: dict[int, list[Tensor]] = {}
         others: list[LocalMatrix] = []
-        without_update: list[Entry] = []
         for matrix in bucket.matrices:
             if matrix.owner == self._rank:
                 packed = bucket.results_of(matrix.index)
                 results[matrix.index] = [view for _, _, view in packed]
                 continue
             others.append(matrix)
-            if not matrix.receives:
-                for region in matrix.shard:
-                    without_update.append(Entry(matrix, region, None))
         relayed: dict[Any, Sequence[UpdatedRegions]] = {}
         for relay in bucket.relays:
             if not relay.is_source:
@@ -183,7 +179,7 @@ class Binder:
             preparations=preparations,
             batches=[self._bind_batch(bucket, batch) for batch in batches],
             packed_results=results,
-            applied=self._updated(received + without_update),
+            applied=self._updated(received),
             relayed=relayed,
         )
 
@@ -198,17 +194,13 @@ class Binder:
         received: list[tuple[int, Pair]] = []
         results: list[tuple[int, Pair]] = []
         applied: list[Entry] = []
-        sums: list[int] = []
         for place, matrix in enumerate(matrices):
             of_matrix = whole[place]
-            if matrix.layout.shards.partial:
-                sums.append(place)
-            else:
-                for region in matrix.sent:
-                    sent.append(Entry(matrix, region, region.of_matrix(of_matrix)))
-                for rank, region, view in bucket.gather_recv.of(matrix.index):
-                    pair = Pair(matrix, region.of_matrix(of_matrix), view)
-                    received.append((rank, pair))
+            for region in matrix.sent:
+                sent.append(Entry(matrix, region, region.of_matrix(of_matrix)))
+            for rank, region, view in bucket.gather_recv.of(matrix.index):
+                pair = Pair(matrix, region.of_matrix(of_matrix), view)
+                received.append((rank, pair))
             for rank, region, view in bucket.results_of(matrix.index):
                 pair = Pair(matrix, view, region.of_matrix(of_matrix))
                 results.append((rank, pair))
@@ -221,7 +213,6 @@ class Binder:
             received=Copies.of(_joined(received)),
             results=Copies.of(_joined(results)),
             applied=self._updated(applied),
-            sums=sums,
         )
 
     def _blended(self, entries: Sequence[Entry]) -> list[BlendedRegions]:

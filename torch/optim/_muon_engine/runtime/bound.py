@@ -120,8 +120,6 @@ class Batch(NamedTuple):
     results: Copies
     # From ``whole`` to this rank's own regions of parameters.
     applied: Sequence[UpdatedRegions]
-    # The places of sums, whose contributions are added one after another.
-    sums: Sequence[int]
 
     def part(self, places: Sequence[int]) -> "Batch":
         """This batch with the work on the matrices at some of its places. ``matrices`` and ``whole`` stay."""
@@ -153,7 +151,7 @@ class BoundBucket(NamedTuple):
     batches: Sequence[Batch]
     # Matrix index -> its packed results, which are zeros if it has no gradient.
     packed_results: Mapping[int, Sequence[Tensor]]
-    # From received packs to parameters; and contributions to a sum that receive no update but decay.
+    # From received packs to parameters.
     applied: Sequence[UpdatedRegions]
     # From each relay's pack to parameters.
     relayed: Mapping[Any, Sequence[UpdatedRegions]]

@@ -59,12 +59,6 @@ class MuonCompute:
             self._log("orthogonalize", matrices)
         for together in batch.own:
             self._blend(together, inputs)
-        for place in batch.sums:
-            if place in present:
-                from .sums import add_contributions
-
-                matrix, whole = batch.matrices[place], batch.whole[place]
-                add_contributions(matrix, whole, bucket, self.rank, inputs)
         self.progress.now = "orthogonalize", matrices
         if batch.received.targets:
             torch._foreach_copy_(batch.received.targets, batch.received.sources)

@@ -39,9 +39,10 @@ class LocalMatrix:
         # Whether this rank stores an element of the matrix, and so knows whether there is a gradient. With
         # ``matrices_of``, an element of any matrix that has the same gradient.
         self.knows_gradient = not self.layout.shards.is_empty(rank)
-        # One replica of each shard sends it; one contribution to a sum receives the update.
+        # One replica of each shard sends it.
         self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()
-        self.receives = schedule.receives(matrix_index, rank)
+        # Whether ranks hold contributions to a sum, and not replicas.
+        self.is_sum = param.is_sum
 
     @property
     def described(self) -> str:

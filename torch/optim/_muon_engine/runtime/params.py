@@ -11,8 +11,11 @@ from ..layouts import fitting
 from ..layouts.layout import Key
 from ..layouts.local import (
     is_dtensor,
+    is_sum,
     like_param,
     local_part,
+    summed,
+    takes_update,
     traits_of,
     usual_parts,
 )
@@ -50,6 +53,8 @@ class Param:
         self.grad_dtype = self.traits.grad_dtype
         # A DTensor does not see writes to its local tensor.
         self.is_dtensor = is_dtensor(tensor)
+        # Whether ranks hold contributions to a sum.
+        self.is_sum = is_sum(tensor)
 
     @property
     def described(self) -> str:
@@ -97,6 +102,7 @@ class ParamInputs:
         parts = usual_parts(param.tensor, buffer, gradient, param.grad_dtype)
         if parts is not None:
             self.local, self.momentum, self.gradient = parts
+            self.is_placed = not param.is_sum
         else:
             self._take_others(buffer)
 
@@ -136,9 +142,9 @@ class ParamInputs:
         dtype = self._momentum_dtype or tensor.dtype
         return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
 
-    def place(self, state: Any, flatten: bool) -> None:
+    def place(self, state: Any, formulas: Any) -> None:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to ``state``. With ``flatten``, both become contiguous.
+        one dtype. The momentum goes to ``state``. With the option ``flatten``, both become contiguous.
         """
         if self.misfit is not None:
             buffer = fitting.fitting_momentum(
@@ -150,8 +156,25 @@ class ParamInputs:
             self.gradient = fitting.local_gradient(
                 self.param.tensor, self.user_gradient, self.momentum.dtype
             )
-        if flatten:
+        if formulas.flatten:
             self._make_contiguous(state)
+        if self.param.is_sum:
+            self._add_up(formulas)
+
+    def _add_up(self, formulas: Any) -> None:
+        """Takes the gradient into momentum. What is to be orthogonalized becomes the sum of what the ranks contribute, as
+        if it were momentum without a gradient. One contribution takes the update of the sum. The others only decay.
+        """
+        tensor, blended = self.param.tensor, self.momentum
+        if self.gradient is not None:
+            formulas.accumulate([self.momentum], [self.gradient])
+            (blended,) = formulas.blend([self.momentum], [self.gradient])
+            if not takes_update(tensor):
+                step_size = formulas.step_size(tensor.shape[-2:], self.local.device)
+                formulas.apply([self.local], None, step_size)
+                self.local = torch.empty_like(self.local)
+        self.gradient = None
+        self.momentum = local_part(summed(like_param(tensor, blended)))
 
     def _make_contiguous(self, state: Any) -> None:
         if self.gradient is not None:
@@ -224,9 +247,7 @@ class StepInputs:
         for of_param in self._to_place:
             param = of_param.param
             progress.now = "placement of the gradient", [param]
-            of_param.place(
-                self._states[param.tensor], self.formulas[param.param_group].flatten
-            )
+            of_param.place(self._states[param.tensor], self.formulas[param.param_group])
 
     def accumulate(self, param_group: int, param_indices: Sequence[int]) -> None:
         """Takes the gradients of parameters of one group into their momentum."""

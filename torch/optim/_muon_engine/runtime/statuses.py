@@ -88,7 +88,7 @@ class Statuses(InFlight):
         self._replicated = [
             of_gradient
             for of_gradient in self.gradients
-            if all(len(m.layout.shards.replica_sets) == 1 for m in of_gradient)
+            if all(_is_replicated(matrix) for matrix in of_gradient)
         ]
         # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
         self._was_complete = False
@@ -321,6 +321,11 @@ def _runs_of_param_groups(
     """The parameter group of each gradient, as (parameter group, number of gradients that follow each other)."""
     param_groups = [of_gradient[0].param_group for of_gradient in gradients]
     return [(group, len([*run])) for group, run in itertools.groupby(param_groups)]
+
+
+def _is_replicated(matrix: LocalMatrix) -> bool:
+    """Whether all ranks of the group hold the whole matrix."""
+    return len(matrix.layout.shards.replica_sets) == 1 and not matrix.is_sum
 
 
 def _described(matrices: Sequence[LocalMatrix]) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Region
 from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
 from ..schedule.packs import LocalPacks, Pack, slot_sizes
@@ -31,7 +32,7 @@ class BoundPack:
 
     def __init__(self, pack: Pack, memory: Tensor, start: int = 0) -> None:
         # These views also exist for fake tensors of any device, which dry runs use.
-        self.flat = memory.narrow(0, start, pack.nbytes).view(pack.dtype)
+        self.flat = memory.narrow(0, start, pack.nbytes).view(NS_DTYPE)
         self.split_sizes = list(pack.split_sizes)
         self._views: dict[int, list[PackedView]] = {}
         for matrix_index, rank, region, offset in pack.regions:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-import torch
 
 from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Layout, Ranks, Shards
@@ -34,7 +33,6 @@ class _Family(NamedTuple):
     # The only owner that works; 0 where all owners work at the same time.
     only_owner: int
     ranks: Ranks
-    gather_dtype: torch.dtype
 
 
 class _Position(NamedTuple):
@@ -44,7 +42,6 @@ class _Position(NamedTuple):
     number_in_family: int
     # Larger groups come first.
     group_number: int
-    dtype_name: str
 
 
 class _Candidate(NamedTuple):
@@ -95,7 +92,7 @@ def make_schedule(
     candidates: list[_Candidate] = []
     for family, matrices in families.items():
         queues = _queues(matrices, layouts, owners)
-        limit = BUCKET_BYTES // family.gather_dtype.itemsize
+        limit = BUCKET_BYTES // NS_DTYPE.itemsize
         distributed = [matrices]
         # A single rank has no transfers to hide and gathers nothing. So its equal shapes form large batches.
         if len(family.ranks) > 1:
@@ -105,7 +102,6 @@ def make_schedule(
                 family.only_owner,
                 number,
                 group_numbers[family.ranks],
-                str(family.gather_dtype),
             )
             candidates.append(_Candidate(position, family, members))
     candidates.sort(key=attrgetter("position"))
@@ -127,10 +123,8 @@ def _families(
     for matrix, layout in enumerate(layouts):
         if layout.frozen:
             continue
-        # Contributions are summed before they are rounded.
-        dtype = layout.dtype if layout.shards.partial else NS_DTYPE
         only_owner = owners[matrix] if one_owner_at_a_time else 0
-        family = _Family(only_owner, layout.holders, dtype)
+        family = _Family(only_owner, layout.holders)
         families.setdefault(family, []).append(matrix)
     return families
 
@@ -156,8 +150,8 @@ def _make_bucket(
     """The bucket with this ``index`` in its group."""
     _, family, matrices = candidate
     shards = Counter(layouts[matrix].shards for matrix in matrices)
-    relayed = _is_relayed(shards, BUCKET_BYTES // family.gather_dtype.itemsize)
-    return Bucket(family.ranks, index, tuple(matrices), family.gather_dtype, relayed)
+    relayed = _is_relayed(shards, BUCKET_BYTES // NS_DTYPE.itemsize)
+    return Bucket(family.ranks, index, tuple(matrices), relayed)
 
 
 def _distribute(

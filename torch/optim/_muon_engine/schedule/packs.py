@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
+from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Ranks, Region
 
 
@@ -22,13 +21,12 @@ class PackedRegion(NamedTuple):
 class Pack:
     """One side of a gather or scatter on one rank: the split size for each peer, and the packed regions."""
 
-    dtype: torch.dtype
     split_sizes: tuple[int, ...]
     regions: tuple[PackedRegion, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(self.split_sizes) * self.dtype.itemsize
+        return sum(self.split_sizes) * NS_DTYPE.itemsize
 
 
 class Relay(NamedTuple):

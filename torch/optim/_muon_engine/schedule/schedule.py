@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 
-from ..._newton_schulz import NS_DTYPE
 from ..layouts.layout import Layout, Ranks, Shards
 from .packs import LocalPacks, Pack, PackedRegion, Relay
 
@@ -24,7 +22,6 @@ class Bucket:
     ranks: Ranks
     index: int
     matrices: tuple[int, ...]
-    gather_dtype: torch.dtype
     # Whether only one replica of each shard exchanges it with the owner.
     relayed: bool = False
 
@@ -41,12 +38,6 @@ class Schedule:
     def is_source(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` sends its shard to the owner of ``matrix``; one replica of each shard does."""
         return self.layouts[matrix].shards.source(rank, self.owners[matrix]) == rank
-
-    def receives(self, matrix: int, rank: int) -> bool:
-        """Whether ``rank`` gets the update of ``matrix``; one contribution to a sum does."""
-        shards = self.layouts[matrix].shards
-        of_owner = shards.contribution_of(self.owners[matrix])
-        return shards.contribution_of(rank) == of_owner
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         """The packs of ``rank``, with splits in the order of the ranks of ``bucket``."""
@@ -102,24 +93,21 @@ class Schedule:
 
     def _results(self, rank: int, matrices: Sequence[int]) -> Pack:
         """The pack of the updates of ``matrices`` for their shards on ``rank``."""
-        return self._pack([(rank, matrices)], NS_DTYPE, self.receives)
+        return self._pack([(rank, matrices)], lambda matrix, rank: True)
 
     def gather_of(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
         """The pack of shards on their way to the owners."""
-        return self._pack(exchanged, bucket.gather_dtype, self.is_source)
+        return self._pack(exchanged, self.is_source)
 
     def scatter_of(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
         """The pack of updates on their way to the holders."""
 
         def gets_directly(matrix: int, rank: int) -> bool:
-            is_direct = not bucket.relayed or self.is_source(matrix, rank)
-            return is_direct and self.receives(matrix, rank)
+            return not bucket.relayed or self.is_source(matrix, rank)
 
-        return self._pack(exchanged, NS_DTYPE, gets_directly)
+        return self._pack(exchanged, gets_directly)
 
-    def _pack(
-        self, exchanged: Sequence[Exchanged], dtype: torch.dtype, travels: Travels
-    ) -> Pack:
+    def _pack(self, exchanged: Sequence[Exchanged], travels: Travels) -> Pack:
         """One split size for each of ``exchanged``; ``travels`` says whether a matrix goes from or to a holder."""
         split_sizes: list[int] = []
         regions: list[PackedRegion] = []
@@ -133,7 +121,7 @@ class Schedule:
                     regions.append(PackedRegion(matrix, holder, region, offset))
                     offset += region.numel
             split_sizes.append(offset - start)
-        return Pack(dtype, tuple(split_sizes), tuple(regions))
+        return Pack(tuple(split_sizes), tuple(regions))
 
 
 def between(holder: int, owner: int, owned: dict[int, list[int]]) -> Exchanged:
