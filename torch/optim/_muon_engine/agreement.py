@@ -128,7 +128,9 @@ def _disagreement(
 ) -> Problem | None:
     """The problem of a rank of ``group``, or how their signatures differ; None if all agree. All ranks must call this."""
     digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).digest()
-    values = torch.tensor([*digest, problem is not None], dtype=torch.uint8)
+    values = torch.tensor(
+        [*digest, problem is not None], dtype=torch.uint8, device="cpu"
+    )
     table = torch.stack([values, 255 - values]).to(device_of_group(group))
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     reduced = table.cpu()

@@ -102,24 +102,17 @@ class Statuses(InFlight):
         if self._has_host_copy:
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._own, pin_memory=pins)
-        self._write(_OPTIMIZER, _identity(serial, matrices))
+        self._identity = _identity(serial, matrices)
         # Fake tensors have no values.
         self._is_dry_run = is_dry_run()
         # Whether the result in ``_host`` is unread.
         self._is_unread = False
 
-    def _write(self, where: slice, number: int) -> None:
-        """Writes a number of 32 bits into the head."""
-        values = torch.tensor([*number.to_bytes(4, "little")], dtype=torch.uint8)
-        self._own[0, where] = values
-        self._own[1, where] = 255 - values
-
-    def _write_opinions(self, start: int, opinions: Sequence[int]) -> None:
-        """Writes bytes from place ``start``, of which zeros are no opinion."""
-        values = torch.tensor(opinions, dtype=torch.uint8, device="cpu")
-        places = slice(start, start + len(opinions))
-        self._own[0, places] = values
-        self._own[1, places] = torch.where(values == 0, 0, 255 - values)
+    def _write(self, start: int, values: Sequence[int], unknown: int = -1) -> None:
+        """Writes bytes and their complements from place ``start``. The value ``unknown`` is no opinion."""
+        complements = [0 if value == unknown else 255 - value for value in values]
+        both = torch.tensor([values, complements], dtype=torch.uint8, device="cpu")
+        self._own[:, start : start + len(values)] = both
 
     def start(
         self, step: int, inputs: StepInputs | None, knows_of_problem: bool
@@ -128,16 +121,18 @@ class Statuses(InFlight):
         Without ``inputs``, its parameters have changed since the engine was built.
         """
         head = [_YES if inputs is None else _NO, _YES if knows_of_problem else _NO]
-        self._write_opinions(_CHANGED, head)
-        self._write(_STEP, step)
+        numbers = [step, self._identity]
         if inputs is None:
-            self._own[:, _OPTIONS.start :] = 0
+            self._own.zero_()
         else:
-            self._write(_OPTIONS, self._options_digest(inputs))
-            self._write(_MOVES, self._moves_digest(inputs))
+            numbers += [self._options_digest(inputs), self._moves_digest(inputs)]
             if not (inputs.is_complete and self._was_complete):
-                self._write_opinions(_FIRST_GRADIENT, self._opinions(inputs))
+                opinions = self._opinions(inputs)
+                self._write(_FIRST_GRADIENT, opinions, unknown=Status.EMPTY)
             self._was_complete = inputs.is_complete
+        for number in numbers:
+            head += number.to_bytes(4, "little")
+        self._write(_CHANGED, head)
         if self._has_host_copy:
             # The last result was read, so this memory is free. A copy from it does not wait.
             self._host.copy_(self._own)

@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from torch.optim._muon_engine.process_groups import larger_first
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,17 +200,21 @@ class Plan(NamedTuple):
     def hear(
         self, matrix: Matrix, culprit: int, matrices: Sequence[Matrix]
     ) -> set[int]:
-        """The ranks that hear at once of a mismatch in ``matrix``: its holders, and all that share a matrix with
-        one of these.
+        """The ranks that hear at once of a mismatch in ``matrix``: its holders, and those of later groups that have a
+        rank which knows.
         """
-        holders = set(self.sharing(matrix, culprit))
-        found = set(holders)
+        own = tuple(sorted(self.sharing(matrix, culprit)))
+        groups = {own}
         for other in matrices:
             # The ranks of a stack may share none of its matrices, and so no group.
             has_group = not other.frozen and math.prod(other.shape)
             if has_group and self.share_all_matrices(other):
-                for rank in holders:
-                    found.update(self.sharing(other, rank))
+                for rank in range(WORLD):
+                    groups.add(tuple(sorted(self.sharing(other, rank))))
+        found: set[int] = set()
+        for ranks in reversed(larger_first(groups)):
+            if ranks == own or found.intersection(ranks):
+                found.update(ranks)
         return found
 
     def links(self, matrices: Sequence[Matrix]) -> list[tuple[int, ...]]:
