@@ -1,0 +1,270 @@
+"""The split of each fused weight of a model, as far as the weight's name and the sizes around it tell.
+
+A wrong split is worse than none: a weight stays whole unless it has as many rows as the sizes say.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .._muon_engine.layouts import fsdp1
+from .._muon_split import Split
+from .layers import unwrapped
+
+
+Shape = tuple[int, ...]
+
+# Attributes of a module, or of its config.
+_HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_attn_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+)
+_KEY_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "kv_heads",
+    "num_query_groups",
+)
+_HEAD_SIZES = (
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "dim_head",
+    "dim_heads",
+    "key_value_proj_dim",
+    "kv_channels",
+    "qk_head_dim",
+    "v_head_dim",
+)
+
+
+def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
+    """The splits by name: :func:`torch.optim.muon.split_of`."""
+    # A wrapped module replaces its wrapper.
+    owners = {unwrapped(name): inner for name, inner in module.named_modules()}
+    splits: dict[str, Any] = {}
+    # Name of a module -> the rows of its queries, keys and values.
+    projections: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for _, _, tensors in fsdp1.logical_matrices(module):
+        for tensor_name, shape in tensors:
+            owner_name, weight_name = _owner_and_weight(tensor_name)
+            owner = owners[owner_name]
+            split = Split()
+            if weight_name in _LAYOUTS and len(shape) >= 2:
+                split = _LAYOUTS[weight_name](owner, shape)
+            if heads and split.sizes and weight_name != "gate_up_proj":
+                split = _heads_of_fused(owner, split)
+            if split.sizes:
+                splits[tensor_name] = split.option
+            elif weight_name in _PROJECTIONS and "indexer" not in owner_name:
+                if len(shape) == 2 and tensor_name.endswith("weight"):
+                    projections[owner_name][tensor_name] = shape[0]
+    if heads:
+        for owner_name, rows in projections.items():
+            splits |= _heads_of_projections(owners[owner_name], rows)
+    return splits
+
+
+def is_fused(tensor_name: str) -> bool:
+    """Whether a weight is named as if it had several matrices."""
+    owner_name, weight_name = _owner_and_weight(tensor_name)
+    _, _, owner_own_name = owner_name.rpartition(".")
+    return any(part in f"{owner_own_name}.{weight_name}" for part in _FUSED)
+
+
+def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
+    """The names of a layer and of the module that has it; for a bare parameter, its own name and its module's."""
+    layer_name, _, own_name = unwrapped(tensor_name).rpartition(".")
+    if not own_name.startswith("weight"):
+        return layer_name, own_name
+    owner_name, _, weight_name = layer_name.rpartition(".")
+    return owner_name, weight_name
+
+
+def _size(owner: Any, *attributes: str) -> int:
+    """The first of several attributes that a module or its config has; 0 without any."""
+    config = getattr(owner, "config", None)
+    return _own_size(owner, *attributes) or _own_size(config, *attributes)
+
+
+def _own_size(owner: Any, *attributes: str) -> int:
+    for attribute in attributes:
+        try:
+            value = getattr(owner, attribute, None)
+        except Exception:
+            # A config of transformers refuses to say what differs between its layers.
+            continue
+        if type(value) is int and value > 0:
+            return value
+    return 0
+
+
+def _head_size(owner: Any, rows: int, heads: int) -> int:
+    """The rows of each of ``heads``; 0 if no attribute confirms it."""
+    if not heads or rows % heads:
+        return 0
+    size = rows // heads
+    is_confirmed = any(_size(owner, attribute) == size for attribute in _HEAD_SIZES)
+    return size if is_confirmed else 0
+
+
+def _heads_of_projections(owner: Any, rows_by_name: dict[str, int]) -> dict[str, Any]:
+    """The heads of queries, keys and values in weights of their own; None for those whose head size is not known."""
+    query_heads = _size(owner, *_HEADS)
+    key_heads = _size(owner, *_KEY_HEADS) or query_heads
+    # Then all three have as many heads as the module says. A config may speak of another module.
+    are_equal = len(rows_by_name) >= 3 and len({*rows_by_name.values()}) == 1
+    own_heads = _own_size(owner, *_HEADS) if are_equal else 0
+    splits: dict[str, Any] = {}
+    for tensor_name, rows in rows_by_name.items():
+        _, weight_name = _owner_and_weight(tensor_name)
+        heads = query_heads if "q" in weight_name else key_heads
+        size = _head_size(owner, rows, heads)
+        if own_heads and own_heads == key_heads and rows % own_heads == 0:
+            size = rows // own_heads
+        if size != rows:
+            splits[tensor_name] = (size,) * heads if size else None
+    return splits
+
+
+def _heads_of_fused(owner: Any, split: Split) -> Split:
+    """The heads of a fused weight, each a part of its own, in the order of the lines."""
+    heads = _size(owner, *_HEADS)
+    if split.repeats > 1 and split.repeats == heads:
+        return Split(split.sizes * heads, 1, split.dim)
+    # The last part of a group is one head.
+    size = split.sizes[-1]
+    if split.repeats == 1:
+        size = split.sizes[0] // heads if heads else 0
+    if not size or any(lines % size for lines in split.sizes):
+        return split
+    return Split((size,) * (split.lines // size), 1, split.dim)
+
+
+def _groups_of_heads(owner: Any, shape: Shape) -> Split:
+    """For each group of heads, its queries, its key and its value."""
+    queries = _size(owner, *_HEADS)
+    groups = _size(owner, *_KEY_HEADS) or queries
+    size = _head_size(owner, shape[0], queries + 2 * groups)
+    if not size or queries % groups:
+        return Split()
+    return Split((queries // groups * size, size, size), groups)
+
+
+def _blocks_of_heads(owner: Any, shape: Shape) -> Split:
+    """All queries, all keys, all values."""
+    queries = _size(owner, *_HEADS)
+    keys = _size(owner, *_KEY_HEADS) or queries
+    size = _head_size(owner, shape[0], queries + 2 * keys)
+    if not size:
+        return Split()
+    return Split((queries * size, keys * size, keys * size))
+
+
+def _qkv_proj(owner: Any, shape: Shape) -> Split:
+    """Attention without groups of heads has other layouts under this name."""
+    has_groups = hasattr(owner, "num_key_value_heads")
+    return _blocks_of_heads(owner, shape) if has_groups else Split()
+
+
+def _c_attn(owner: Any, shape: Shape) -> Split:
+    """Without groups of heads, the weight is (in, out). Cross-attention has keys and values only."""
+    if hasattr(owner, "multi_query"):
+        return _groups_of_heads(owner, shape)
+    rows, columns = shape
+    if columns not in (2 * rows, 3 * rows):
+        return Split()
+    return Split((rows,) * (columns // rows), dim=1)
+
+
+def _wqkv(owner: Any, shape: Shape) -> Split:
+    queries, size = _size(owner, "heads_per_kv"), _size(owner, "head_dim")
+    groups, remaining_rows = divmod(shape[0], (queries + 2) * size or 1)
+    if not queries or not size or remaining_rows:
+        return Split()
+    return Split((queries * size, size, size), groups)
+
+
+def _q_proj(owner: Any, shape: Shape) -> Split:
+    """For each head, its query and its gate, where there are twice as many rows as the output takes."""
+    query_rows = _size(getattr(owner, "o_proj", None), "in_features")
+    heads = _size(owner, *_HEADS)
+    size = _head_size(owner, query_rows, heads)
+    if not size or shape[0] != 2 * query_rows:
+        return Split()
+    return Split((size, size), heads)
+
+
+def _kv_b_proj(owner: Any, shape: Shape) -> Split:
+    """In latent attention: for each head, its key without positions and its value."""
+    sizes = _size(owner, "qk_nope_head_dim"), _size(owner, "v_head_dim")
+    heads = _size(owner, *_HEADS)
+    if 0 in sizes or shape[0] != heads * sum(sizes):
+        return Split()
+    return Split(sizes, heads)
+
+
+def _gate_up_proj(owner: Any, shape: Shape) -> Split:
+    """A matrix has the rows of the gate first. Of a stack, two attributes say how it is stored."""
+    if len(shape) == 2:
+        half = _size(getattr(owner, "down_proj", None), "in_features")
+        return Split((half, half)) if 2 * half == shape[0] else Split()
+    is_concatenated = getattr(owner, "is_concatenated", None)
+    dim = 1 if getattr(owner, "is_transposed", False) else 0
+    half = shape[dim - 2] // 2
+    if is_concatenated is None:
+        return Split()
+    return Split((half, half), dim=dim) if is_concatenated else Split((1, 1), half, dim)
+
+
+# Name of a layer, or of a bare parameter -> the split of its weight.
+_LAYOUTS: dict[str, Callable[[Any, Shape], Split]] = {
+    "Wqkv": _blocks_of_heads,
+    "c_attn": _c_attn,
+    "gate_up_proj": _gate_up_proj,
+    "in_proj_weight": _blocks_of_heads,
+    "kv_b_proj": _kv_b_proj,
+    "linear_qkv": _groups_of_heads,
+    "q_proj": _q_proj,
+    "qkv_proj": _qkv_proj,
+    "query_key_value": _groups_of_heads,
+    "wkv_b": _kv_b_proj,
+    "wqkv": _wqkv,
+}
+# Parts of the names of fused weights, whose layout may be unknown.
+_FUSED = (
+    "att_proj",
+    "c_attn",
+    "gate_up",
+    "in_proj",
+    "input_linear",
+    "key_value",
+    "kv",
+    "mlp1_weight",
+    "w12",
+    "w13",
+)
+# Weights of queries, keys or values; in latent attention, q_b has the queries.
+_PROJECTIONS = {
+    pattern.format(word)
+    for word in ("q", "k", "v", "query", "key", "value", "q_b")
+    for pattern in (
+        "{}",
+        "{}_layer",
+        "{}_lin",
+        "{}_proj",
+        "{}_proj_weight",
+        "add_{}_proj",
+        "linear_{}",
+        "project_{}",
+        "to_{}",
+        "w{}",
+    )
+}
