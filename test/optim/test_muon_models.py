@@ -458,10 +458,15 @@ class TestSplitOf(ModelsTestCase):
         self.assertEqual(split_of(mlp), {"gate_up_proj.weight": (6, 6)})
         other = attention({"gate_up_proj": (12, 8), "down_proj": (8, 12)})
         self.assertEqual(split_of(other), {})
-        gated = attention({"q_proj": (48, 8), "o_proj": (8, 24)}, **SIX)
-        expected = {"q_proj.weight": repeated((4, 4), 6)}
-        self.assertEqual(split_of(gated), expected)
-        self.assertEqual(split_of(gated, heads=True), {"q_proj.weight": (4,) * 12})
+        weights = {"q_proj": (48, 8), "k_proj": (8, 8), "o_proj": (8, 24)}
+        gated = attention(weights, **GROUPS)
+        self.assertEqual(split_of(gated), {"q_proj.weight": repeated((4, 4), 6)})
+        found = split_of(gated, heads=True)
+        expected = {"q_proj.weight": (4,) * 12, "k_proj.weight": (4, 4)}
+        self.assertEqual(found, expected)
+        # The heads of queries and keys are twice as wide as those of values.
+        wide = attention(weights | {"k_proj": (16, 8)}, **GROUPS)
+        self.assertEqual(split_of(wide), {})
 
     def test_wrapped_layers(self):
         module = attention({"qkv_proj": (40, 8)}, **GROUPS)

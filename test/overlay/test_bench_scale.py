@@ -401,14 +401,14 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
     stack = torch.nn.ParameterDict({"up": torch.empty(4, 6, 8)})
     fused = torch.nn.MultiheadAttention(8, 2)
     parts = torch.nn.ModuleDict(
-        {"gate": torch.nn.Linear(8, 4), "mlp": stack, "a": fused}
+        {"gate": torch.nn.Linear(8, 4), "experts": stack, "a": fused}
     )
     monkeypatch.setattr(own, "make", lambda: parts, raising=False)
     made, _ = own.read("tools.bench.scale.own:make", 1)
-    stacked = [f"mlp.up[{expert}]" for expert in range(4)]
-    assert made.names == ["a.in_proj_weight", "a.out_proj.weight", *stacked]
+    stacked = [f"experts.up[{expert}]" for expert in range(4)]
+    assert made.names == ["a.in_proj_weight", *stacked]
     layouts = own.case_of(made._replace(is_split=True), "", "fsdp", 2).layouts()
-    assert [layout.shape for layout in layouts] == [(8, 8)] * 4 + [(6, 8)] * 4
+    assert [layout.shape for layout in layouts] == [(8, 8)] * 3 + [(6, 8)] * 4
     case = own.case_of(model, "mine", "hsdp:2x4", 8, tokens=7)
     assert (case.title, case.model.tokens) == ("mine, HSDP 2 x 4, 8 ranks", 7)
     assert [layout.key.name for layout in case.layouts()] == model.names

@@ -193,11 +193,12 @@ def _wqkv(owner: Any, shape: Shape) -> Split:
 
 
 def _q_proj(owner: Any, shape: Shape) -> Split:
-    """For each head, its query and its gate, where there are twice as many rows as the output takes."""
-    query_rows = _size(getattr(owner, "o_proj", None), "in_features")
-    heads = _size(owner, *_HEADS)
-    size = _head_size(owner, query_rows, heads)
-    if not size or shape[0] != 2 * query_rows:
+    """For each head, its query and its gate, where a head has twice as many rows as a key."""
+    heads, key_heads = _size(owner, *_HEADS), _size(owner, *_KEY_HEADS)
+    key_rows = _size(getattr(owner, "k_proj", None), "out_features")
+    size = _head_size(owner, key_rows, key_heads)
+    output_columns = _size(getattr(owner, "o_proj", None), "in_features")
+    if not size or output_columns != heads * size or shape[0] != 2 * output_columns:
         return Split()
     return Split((size, size), heads)
 
