@@ -40,8 +40,6 @@ MODELS = [
     ("GPT2LMHeadModel", CROSS, C_ATTN | {"crossattention.c_attn.weight": QKV[1:]}),
     ("ImageGPTForCausalImageModeling", {}, C_ATTN),
     ("OpenAIGPTLMHeadModel", {}, C_ATTN),
-    ("GPTBigCodeForCausalLM", {"multi_query": True}, C_ATTN),
-    ("GPTBigCodeForCausalLM", {"multi_query": False}, C_ATTN),
     ("MptForCausalLM", {}, {"Wqkv.weight": QKV}),
     (
         "DbrxForCausalLM",
@@ -190,7 +188,6 @@ PER_HEAD = [
     ("Qwen3MoeForCausalLM", {}, PLAIN),
     ("BertLMHeadModel", {}, BERT),
     ("GPT2LMHeadModel", {}, C_ATTN),
-    ("GPTBigCodeForCausalLM", {"multi_query": False}, C_ATTN),
     ("GPTNeoXForCausalLM", {}, ATTENTION),
     (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2}, ATTENTION),
     ("Phi3ForCausalLM", {}, {"qkv_proj.weight": QKV}),

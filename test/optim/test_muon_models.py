@@ -3,7 +3,6 @@
 
 import unittest
 import warnings
-from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
@@ -74,16 +73,12 @@ class LanguageModel(nn.Module):
         return self.to_words
 
 
-def attention(weights, shape=None, **attributes):
+def attention(weights, **attributes):
     """A module with linear layers: name -> shape."""
     module = Bare({}, **attributes)
     for name, (rows, columns) in weights.items():
         module.add_module(name, linear(rows, columns))
     return module
-
-
-def bare(name, shape, **attributes):
-    return Bare({name: shape}, **attributes)
 
 
 class ModelsTestCase(TestCase):
@@ -162,7 +157,7 @@ MODELS = {
         {"0.A_log": TABLE, "0.gate_up_proj_bias": TABLE},
     ),
     "an embedding of another package": (
-        tree([bare("weight", (20, 8), num_embeddings=20)]),
+        tree([Bare({"weight": (20, 8)}, num_embeddings=20)]),
         {"0.weight": EMBEDDING},
     ),
     "vectors": (
@@ -349,115 +344,86 @@ def repeated(sizes, repeats, dim=0):
 
 SIX = {"num_heads": 6, "head_dim": 4}
 GROUPS = SIX | {"num_key_value_heads": 2}
-CONFIG = {"num_attention_heads": 6, "kv_channels": 4, "num_query_groups": 2}
+MEGATRON = {"num_attention_heads": 6, "kv_channels": 4, "num_query_groups": 2}
 LATENT = {"num_heads": 2, "qk_nope_head_dim": 6, "v_head_dim": 4, "qk_head_dim": 8}
 GATED = {"is_concatenated": True, "is_transposed": False}
 ALTERNATING = {"is_concatenated": False, "is_transposed": True}
+OF_GROUPS, COLUMNS = repeated((12, 4, 4), 2), repeated((1, 1), 6, 1)
 HEADS = (4,) * 10
-# A module, its split, and its split with heads. None if the weight stays whole.
+# The name and the shape of a weight, attributes of its module, its split, and its split with heads.
 FUSED = [
-    (attention({"qkv_proj": (40, 8)}, **GROUPS), (24, 8, 8), HEADS),
-    (attention({"Wqkv": (40, 8)}, **GROUPS), (24, 8, 8), HEADS),
-    # These have other layouts.
-    (attention({"qkv_proj": (72, 8)}, **SIX), None, None),
-    (attention({"qkv": (72, 8)}, **GROUPS), None, None),
-    (attention({"qkv_proj": (44, 8)}, **GROUPS), None, None),
-    (attention({"query_key_value": (40, 8)}, **GROUPS), repeated((12, 4, 4), 2), HEADS),
-    (attention({"query_key_value": (72, 8)}, **SIX), repeated((4, 4, 4), 6), (4,) * 18),
-    (attention({"query_key_value": (72, 8)}, **GROUPS), None, None),
-    (attention({"query_key_value": (72, 8)}), None, None),
-    (
-        attention({"linear_qkv": (40, 8)}, config=SimpleNamespace(**CONFIG)),
-        repeated((12, 4, 4), 2),
-        HEADS,
-    ),
-    (
-        attention({"wqkv": (40, 8)}, heads_per_kv=3, head_dim=4),
-        repeated((12, 4, 4), 2),
-        HEADS,
-    ),
-    (attention({"wqkv": (40, 8)}, **GROUPS), None, None),
-    (attention({"c_attn": (24, 8)}, **SIX), None, None),
-    (
-        attention({"c_attn": (32, 8)}, **SIX, multi_query=True, kv_heads=1),
-        (24, 4, 4),
-        (4,) * 8,
-    ),
+    ("qkv_proj", (40, 8), GROUPS, (24, 8, 8), HEADS),
+    ("Wqkv", (40, 8), GROUPS, (24, 8, 8), HEADS),
+    ("query_key_value", (40, 8), GROUPS, OF_GROUPS, HEADS),
+    ("query_key_value", (72, 8), SIX, repeated((4, 4, 4), 6), (4,) * 18),
+    ("linear_qkv", (40, 8), {"config": SimpleNamespace(**MEGATRON)}, OF_GROUPS, HEADS),
+    ("wqkv", (40, 8), {"heads_per_kv": 3, "head_dim": 4}, OF_GROUPS, HEADS),
     # The weight of GPT-2 is (in, out).
     (
-        attention({"c_attn": (8, 24)}, num_heads=2),
+        "c_attn",
+        (8, 24),
+        {"num_heads": 2},
         repeated((8, 8, 8), 1, 1),
         repeated((4,) * 6, 1, 1),
     ),
-    (attention({"kv_b_proj": (20, 8)}, **LATENT), repeated((6, 4), 2), (6, 4, 6, 4)),
-    (attention({"kv_b_proj": (20, 8)}, **SIX), None, None),
-    (bare("gate_up_proj", (3, 12, 8), **GATED), (6, 6), (6, 6)),
-    (
-        bare("gate_up_proj", (3, 8, 12), **ALTERNATING),
-        repeated((1, 1), 6, 1),
-        repeated((1, 1), 6, 1),
-    ),
-    (bare("gate_up_proj", (3, 12, 8)), None, None),
+    ("kv_b_proj", (20, 8), LATENT, repeated((6, 4), 2), (6, 4, 6, 4)),
+    ("gate_up_proj", (12, 8), {}, (6, 6), (6, 6)),
+    ("gate_up_proj", (3, 12, 8), GATED, (6, 6), (6, 6)),
+    ("gate_up_proj", (3, 8, 12), ALTERNATING, COLUMNS, COLUMNS),
+    # Other packages have other layouts under these names, or the sizes say another number of rows.
+    ("qkv_proj", (72, 8), SIX, None, None),
+    ("qkv", (40, 8), GROUPS, None, None),
+    ("c_attn", (24, 8), SIX, None, None),
+    ("wqkv", (40, 8), GROUPS, None, None),
+    ("gate_up_proj", (3, 12, 8), {}, None, None),
+    ("qkv_proj", (44, 8), GROUPS, None, None),
+    ("query_key_value", (72, 8), GROUPS, None, None),
+    ("query_key_value", (72, 8), {}, None, None),
+    ("kv_b_proj", (20, 8), SIX, None, None),
 ]
-# Modules with projections, and their heads: name -> how many rows each has, 0 if they are unknown.
+# The rows of projections, attributes of their module, and the rows of each head; 0 if they are unknown.
 PROJECTIONS = [
+    ({"q_proj": 24, "k_proj": 8}, GROUPS, {"q_proj": 4, "k_proj": 4}),
+    ({"v_proj": 24}, SIX | {"head_dim": 8, "v_head_dim": 4}, {"v_proj": 4}),
+    ({"q_b_proj": 16}, LATENT, {"q_b_proj": 8}),
+    # LXMERT has the size of all heads, too.
     (
-        attention({"q_proj": (24, 8), "k_proj": (8, 8)}, **GROUPS),
-        {"q_proj": 4, "k_proj": 4},
-    ),
-    (
-        attention({"v_proj": (16, 8)}, num_heads=4, head_dim=8, v_head_dim=4),
-        {"v_proj": 4},
-    ),
-    (attention({"q_b_proj": (16, 8)}, **LATENT), {"q_b_proj": 8}),
-    # As many rows as nothing says, and heads that only a config counts, which may be of another module.
-    (attention({"q_proj": (25, 8)}, **SIX), {"q_proj": 0}),
-    (
-        attention(
-            dict.fromkeys(("q", "k", "v"), (24, 8)),
-            config=SimpleNamespace(num_attention_heads=6),
-        ),
-        {"q": 0, "k": 0, "v": 0},
-    ),
-    # LXMERT: the first of two sizes is that of all heads.
-    (
-        attention(
-            {"query": (24, 8)},
-            num_attention_heads=6,
-            head_size=24,
-            attention_head_size=4,
-        ),
+        {"query": 24},
+        {"num_heads": 6, "head_size": 24, "attention_head_size": 4},
         {"query": 4},
     ),
-    # CpmAnt and Stable Audio 3.
-    (attention({"project_q": (24, 8)}, num_heads=6, dim_head=4), {"project_q": 4}),
-    (attention({"to_q": (24, 8)}, heads=6, dim_heads=4), {"to_q": 4}),
-    (attention({"to_q": (48, 8)}, heads=6, dim_heads=4), {"to_q": 0}),
-    # CaiT's attention of a class knows how many heads there are. All projections have as many rows.
-    (
-        attention(dict.fromkeys(("q", "k", "v"), (24, 8)), num_heads=6),
-        {"q": 4, "k": 4, "v": 4},
-    ),
-    (attention({"q": (24, 8), "k": (8, 8)}, num_heads=6), {"q": 0, "k": 0}),
+    # CpmAnt, and Stable Audio 3 with queries of two kinds.
+    ({"project_q": 24}, {"num_heads": 6, "dim_head": 4}, {"project_q": 4}),
+    ({"to_q": 24}, {"heads": 6, "dim_heads": 4}, {"to_q": 4}),
+    ({"to_q": 48}, {"heads": 6, "dim_heads": 4}, {"to_q": 0}),
+    # The last attention of CaiT says how many heads there are, and diffusers the width of all.
+    ({"q": 24}, {"num_heads": 6}, {"q": 0}),
+    ({"to_k": 24}, {"heads": 6, "inner_dim": 24}, {"to_k": 4}),
+    ({"to_k": 8}, {"heads": 4, "inner_dim": 24}, {"to_k": 0}),
+    ({"q_proj": 25}, SIX, {"q_proj": 0}),
 ]
+
+
+class RefusingConfig:
+    @property
+    def num_key_value_heads(self):
+        raise ValueError("differs between layers")
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSplitOf(ModelsTestCase):
     def test_fused_weights(self):
-        for module, split, heads in FUSED:
-            ((name, weight),) = module.named_parameters()
-            with self.subTest(name, shape=weight.shape):
+        for name, shape, attributes, split, heads in FUSED:
+            if len(shape) == 2:
+                module, name = attention({name: shape}, **attributes), f"{name}.weight"
+            else:
+                module = Bare({name: shape}, **attributes)
+            with self.subTest(name, shape=shape, attributes=attributes):
                 for expected, asked in ((split, False), (heads, True)):
                     found = split_of(tree([module]), heads=asked)
                     self.assertEqual(found.get(f"0.{name}"), expected)
 
-    def test_layers_next_to_a_weight(self):
-        """The gate has half of the rows if the next layer takes as many; queries have gates if there are twice as many."""
-        mlp = attention({"gate_up_proj": (12, 8), "down_proj": (8, 6)})
-        self.assertEqual(split_of(mlp), {"gate_up_proj.weight": (6, 6)})
-        other = attention({"gate_up_proj": (12, 8), "down_proj": (8, 12)})
-        self.assertEqual(split_of(other), {})
+    def test_gates_of_queries(self):
         weights = {"q_proj": (48, 8), "k_proj": (8, 8), "o_proj": (8, 24)}
         gated = attention(weights, **GROUPS)
         self.assertEqual(split_of(gated), {"q_proj.weight": repeated((4, 4), 6)})
@@ -475,21 +441,26 @@ class TestSplitOf(ModelsTestCase):
         self.assertEqual(name, "_orig_mod.0.qkv_proj.base_layer.weight")
 
     def test_projections(self):
-        for module, sizes in PROJECTIONS:
-            with self.subTest(sizes):
-                self.assertEqual(split_of(module), {})
-                splits = split_of(module, heads=True)
-                marks = self.destinations(
-                    tree([module]), split={f"0.{n}": s for n, s in splits.items()}
-                )
+        """Those whose heads are unknown were silently left whole."""
+        for rows, attributes, sizes in PROJECTIONS:
+            weights = {name: (number, 8) for name, number in rows.items()}
+            model = tree([attention(weights, **attributes)])
+            with self.subTest(sizes, attributes=attributes):
+                self.assertEqual(split_of(model), {})
+                splits = split_of(model, heads=True)
+                found = self.destinations(model, split=splits)
                 for name, size in sizes.items():
-                    split, mark = splits[f"{name}.weight"], marks[f"0.{name}.weight"]
+                    split, weight = None, f"0.{name}.weight"
+                    mark = "Muon, left whole: head size unknown"
                     if size:
-                        self.assertEqual({*split}, {size})
-                        self.assertEqual(mark, f"Muon, split {split}")
-                    else:
-                        self.assertIsNone(split)
-                        self.assertEqual(mark, "Muon, left whole: head size unknown")
+                        split = (size,) * (rows[name] // size)
+                        mark = f"Muon, split {split}"
+                    self.assertEqual(splits[weight], split)
+                    self.assertEqual(found[weight], mark)
+
+    def test_config_that_refuses_to_answer(self):
+        refusing = attention({"k_proj": (8, 8)}, **SIX, config=RefusingConfig())
+        self.assertEqual(split_of(refusing, heads=True), {"k_proj.weight": None})
 
     def test_one_head(self):
         one = attention({"k_proj": (4, 8)}, num_heads=6, num_kv_heads=1, head_dim=4)
@@ -502,37 +473,6 @@ class TestSplitOf(ModelsTestCase):
             (nn.MultiheadAttention(8, 2, kdim=6), dict.fromkeys(names, (4, 4))),
         ):
             self.assertEqual(split_of(module, heads=True), expected)
-
-    def test_heads_are_parameters_of_their_own(self):
-        """Each has its own Newton-Schulz and the scale of its own shape, bit for bit."""
-        weights = {"q_proj": (24, 9), "k_proj": (8, 9), "kv_b_proj": (60, 9)}
-        sizes = {"qk_nope_head_dim": 6, "v_head_dim": 4}
-        for adjust_lr_fn in ("original", "match_rms_adamw", "spectral_unclamped"):
-            model = tree([attention(weights, **GROUPS, **sizes)])
-            splits = split_of(model, heads=True)
-            whole = dict(model.named_parameters())
-            alone = {
-                name: [
-                    nn.Parameter(head)
-                    for head in weight.detach().clone().split(splits[name])
-                ]
-                for name, weight in whole.items()
-            }
-            groups, _ = partition_named_parameters(model, split=splits)
-            options = {"lr": 0.1, "adjust_lr_fn": adjust_lr_fn}
-            optimizers = [
-                Muon(groups, **options),
-                Muon(chain.from_iterable(alone.values()), **options),
-            ]
-            for _ in range(2):
-                for name, weight in whole.items():
-                    weight.grad = torch.randn(weight.shape)
-                    for head, grad in zip(alone[name], weight.grad.split(splits[name])):
-                        head.grad = grad
-                for optimizer in optimizers:
-                    optimizer.step()
-            for name, weight in whole.items():
-                self.assertEqual(weight, torch.cat(alone[name]), rtol=0, atol=0)
 
 
 if __name__ == "__main__":

@@ -361,11 +361,11 @@ def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     r"""Finds how fused weights are cut into matrices.
 
     It knows the layouts of some names, such as ``qkv_proj`` and ``gate_up_proj``, and takes the sizes from attributes
-    of the module that has the layer, from its config, or from the layers next to it. The result lacks weights for
-    which these do not agree.
+    of the module that has the layer, from its config, or from the layers next to it. The result lacks weights whose
+    rows are not as many as these say.
 
     With ``heads``, each head of attention is a matrix of its own. Projections of queries, keys and values have a split
-    then, too, or None if the module does not say how many heads there are. Of latent attention (MLA), the projections
+    then, too, or None if the module does not say the size of a head. Of latent attention (MLA), the projections
     from the latents to the heads have one, where each head has its queries, its keys without positions and its values.
 
     Args:

@@ -3,7 +3,6 @@
 A wrong split is worse than none: a weight stays whole unless it has as many rows as the sizes say.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ _KEY_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
     "n_kv_heads",
-    "kv_heads",
     "num_query_groups",
 )
 _HEAD_SIZES = (
@@ -50,25 +48,25 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
     # A wrapped module replaces its wrapper.
     owners = {unwrapped(name): inner for name, inner in module.named_modules()}
     splits: dict[str, Any] = {}
-    # Name of a module -> the rows of its queries, keys and values.
-    projections: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for _, _, tensors in fsdp1.logical_matrices(module):
         for tensor_name, shape in tensors:
             owner_name, weight_name = _owner_and_weight(tensor_name)
             owner = owners[owner_name]
+            is_matrix = len(shape) == 2
+            is_stack = len(shape) == 3 and weight_name == "gate_up_proj"
             split = Split()
-            if weight_name in _LAYOUTS and len(shape) >= 2:
+            if weight_name in _LAYOUTS and (is_matrix or is_stack):
                 split = _LAYOUTS[weight_name](owner, shape)
             if heads and split.sizes and weight_name != "gate_up_proj":
                 split = _heads_of_fused(owner, split)
             if split.sizes:
                 splits[tensor_name] = split.option
-            elif weight_name in _PROJECTIONS and "indexer" not in owner_name:
-                if len(shape) == 2 and tensor_name.endswith("weight"):
-                    projections[owner_name][tensor_name] = shape[0]
-    if heads:
-        for owner_name, rows in projections.items():
-            splits |= _heads_of_projections(owners[owner_name], rows)
+            elif heads and is_matrix and _is_projection(tensor_name):
+                size = _size_in_projection(owner, weight_name, shape[0])
+                # A matrix of one head is the head.
+                if size != shape[0]:
+                    known = (size,) * (shape[0] // size) if size else None
+                    splits[tensor_name] = known
     return splits
 
 
@@ -77,6 +75,13 @@ def is_fused(tensor_name: str) -> bool:
     owner_name, weight_name = _owner_and_weight(tensor_name)
     _, _, owner_own_name = owner_name.rpartition(".")
     return any(part in f"{owner_own_name}.{weight_name}" for part in _FUSED)
+
+
+def _is_projection(tensor_name: str) -> bool:
+    """Whether a weight is named as if it had queries, keys or values only. Sparse indexers have such names, too."""
+    owner_name, weight_name = _owner_and_weight(tensor_name)
+    is_weight = tensor_name.endswith("weight")
+    return is_weight and weight_name in _PROJECTIONS and "indexer" not in owner_name
 
 
 def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
@@ -90,19 +95,15 @@ def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
 
 def _size(owner: Any, *attributes: str) -> int:
     """The first of several attributes that a module or its config has; 0 without any."""
-    config = getattr(owner, "config", None)
-    return _own_size(owner, *attributes) or _own_size(config, *attributes)
-
-
-def _own_size(owner: Any, *attributes: str) -> int:
-    for attribute in attributes:
-        try:
-            value = getattr(owner, attribute, None)
-        except Exception:
-            # A config of transformers refuses to say what differs between its layers.
-            continue
-        if type(value) is int and value > 0:
-            return value
+    for source in (owner, getattr(owner, "config", None)):
+        for attribute in attributes:
+            try:
+                value = getattr(source, attribute, None)
+            except Exception:
+                # A config of transformers refuses to say what differs between its layers.
+                continue
+            if type(value) is int and value > 0:
+                return value
     return 0
 
 
@@ -112,26 +113,16 @@ def _head_size(owner: Any, rows: int, heads: int) -> int:
         return 0
     size = rows // heads
     is_confirmed = any(_size(owner, attribute) == size for attribute in _HEAD_SIZES)
-    return size if is_confirmed else 0
+    # A width of all heads, as diffusers has it.
+    return size if is_confirmed or _size(owner, "inner_dim") == rows else 0
 
 
-def _heads_of_projections(owner: Any, rows_by_name: dict[str, int]) -> dict[str, Any]:
-    """The heads of queries, keys and values in weights of their own; None for those whose head size is not known."""
-    query_heads = _size(owner, *_HEADS)
-    key_heads = _size(owner, *_KEY_HEADS) or query_heads
-    # Then all three have as many heads as the module says. A config may speak of another module.
-    are_equal = len(rows_by_name) >= 3 and len({*rows_by_name.values()}) == 1
-    own_heads = _own_size(owner, *_HEADS) if are_equal else 0
-    splits: dict[str, Any] = {}
-    for tensor_name, rows in rows_by_name.items():
-        _, weight_name = _owner_and_weight(tensor_name)
-        heads = query_heads if "q" in weight_name else key_heads
-        size = _head_size(owner, rows, heads)
-        if own_heads and own_heads == key_heads and rows % own_heads == 0:
-            size = rows // own_heads
-        if size != rows:
-            splits[tensor_name] = (size,) * heads if size else None
-    return splits
+def _size_in_projection(owner: Any, weight_name: str, rows: int) -> int:
+    """The rows of a head in a weight of queries, keys or values only; 0 if they are not known."""
+    heads = _size(owner, *_HEADS)
+    if "q" not in weight_name:
+        heads = _size(owner, *_KEY_HEADS) or heads
+    return _head_size(owner, rows, heads)
 
 
 def _heads_of_fused(owner: Any, split: Split) -> Split:
@@ -148,11 +139,16 @@ def _heads_of_fused(owner: Any, split: Split) -> Split:
     return Split((size,) * (split.lines // size), 1, split.dim)
 
 
+def _counts_and_size(owner: Any, rows: int) -> tuple[int, int, int]:
+    """How many heads of queries and of keys a fused weight has, and the rows of each; a size of 0 if they do not fit."""
+    queries = _size(owner, *_HEADS)
+    keys = _size(owner, *_KEY_HEADS) or queries
+    return queries, keys, _head_size(owner, rows, queries + 2 * keys)
+
+
 def _groups_of_heads(owner: Any, shape: Shape) -> Split:
     """For each group of heads, its queries, its key and its value."""
-    queries = _size(owner, *_HEADS)
-    groups = _size(owner, *_KEY_HEADS) or queries
-    size = _head_size(owner, shape[0], queries + 2 * groups)
+    queries, groups, size = _counts_and_size(owner, shape[0])
     if not size or queries % groups:
         return Split()
     return Split((queries // groups * size, size, size), groups)
@@ -160,12 +156,8 @@ def _groups_of_heads(owner: Any, shape: Shape) -> Split:
 
 def _blocks_of_heads(owner: Any, shape: Shape) -> Split:
     """All queries, all keys, all values."""
-    queries = _size(owner, *_HEADS)
-    keys = _size(owner, *_KEY_HEADS) or queries
-    size = _head_size(owner, shape[0], queries + 2 * keys)
-    if not size:
-        return Split()
-    return Split((queries * size, keys * size, keys * size))
+    queries, keys, size = _counts_and_size(owner, shape[0])
+    return Split((queries * size, keys * size, keys * size)) if size else Split()
 
 
 def _qkv_proj(owner: Any, shape: Shape) -> Split:
@@ -174,10 +166,8 @@ def _qkv_proj(owner: Any, shape: Shape) -> Split:
     return _blocks_of_heads(owner, shape) if has_groups else Split()
 
 
-def _c_attn(owner: Any, shape: Shape) -> Split:
-    """Without groups of heads, the weight is (in, out). Cross-attention has keys and values only."""
-    if hasattr(owner, "multi_query"):
-        return _groups_of_heads(owner, shape)
+def _c_attn(_owner: Any, shape: Shape) -> Split:
+    """The weight is (in, out). Cross-attention has keys and values only."""
     rows, columns = shape
     if columns not in (2 * rows, 3 * rows):
         return Split()
@@ -213,15 +203,14 @@ def _kv_b_proj(owner: Any, shape: Shape) -> Split:
 
 
 def _gate_up_proj(owner: Any, shape: Shape) -> Split:
-    """A matrix has the rows of the gate first. Of a stack, two attributes say how it is stored."""
-    if len(shape) == 2:
-        half = _size(getattr(owner, "down_proj", None), "in_features")
-        return Split((half, half)) if 2 * half == shape[0] else Split()
-    is_concatenated = getattr(owner, "is_concatenated", None)
-    dim = 1 if getattr(owner, "is_transposed", False) else 0
-    half = shape[dim - 2] // 2
-    if is_concatenated is None:
+    """A matrix has the rows of the gate first. Stacks are stored in several ways, and transformers says in which one."""
+    if len(shape) == 3 and not hasattr(owner, "is_concatenated"):
         return Split()
+    dim = 1 if getattr(owner, "is_transposed", False) else 0
+    half, odd_line = divmod(shape[dim - 2], 2)
+    if odd_line:
+        return Split()
+    is_concatenated = getattr(owner, "is_concatenated", True)
     return Split((half, half), dim=dim) if is_concatenated else Split((1, 1), half, dim)
 
 
