@@ -113,7 +113,7 @@ MODELS = {
         {"4.weight": HEAD},
     ),
     "blocks, and a head whose name says nothing": (
-        tree({"token": nn.EmbeddingBag(20, 8), "layers": [block()], "fc": linear()}),
+        tree({"layers": [block()], "fc": linear(), "token": nn.EmbeddingBag(20, 8)}),
         {"token.weight": EMBEDDING, "fc.weight": HEAD},
     ),
     "blocks in a Sequential": (
@@ -348,6 +348,7 @@ MEGATRON = {"num_attention_heads": 6, "kv_channels": 4, "num_query_groups": 2}
 LATENT = {"num_heads": 2, "qk_nope_head_dim": 6, "v_head_dim": 4, "qk_head_dim": 8}
 GATED = {"is_concatenated": True, "is_transposed": False}
 ALTERNATING = {"is_concatenated": False, "is_transposed": True}
+THREE = repeated((8, 8, 8), 1, 1)
 OF_GROUPS, COLUMNS = repeated((12, 4, 4), 2), repeated((1, 1), 6, 1)
 HEADS = (4,) * 10
 # The name and the shape of a weight, attributes of its module, its split, and its split with heads.
@@ -363,9 +364,10 @@ FUSED = [
         "c_attn",
         (8, 24),
         {"num_heads": 2},
-        repeated((8, 8, 8), 1, 1),
+        THREE,
         repeated((4,) * 6, 1, 1),
     ),
+    ("c_attn", (8, 24), {"num_heads": 3}, THREE, THREE),
     ("kv_b_proj", (20, 8), LATENT, repeated((6, 4), 2), (6, 4, 6, 4)),
     ("gate_up_proj", (12, 8), {}, (6, 6), (6, 6)),
     ("gate_up_proj", (3, 12, 8), GATED, (6, 6), (6, 6)),
@@ -373,7 +375,9 @@ FUSED = [
     # Other packages have other layouts under these names, or the sizes say another number of rows.
     ("qkv_proj", (72, 8), SIX, None, None),
     ("qkv", (40, 8), GROUPS, None, None),
-    ("c_attn", (24, 8), SIX, None, None),
+    ("c_attn", (8, 20), SIX, None, None),
+    ("gate_up_proj", (11, 8), {}, None, None),
+    ("query_key_value", (56, 8), SIX | {"num_kv_heads": 4}, None, None),
     ("wqkv", (40, 8), GROUPS, None, None),
     ("gate_up_proj", (3, 12, 8), {}, None, None),
     ("qkv_proj", (44, 8), GROUPS, None, None),
@@ -433,6 +437,8 @@ class TestSplitOf(ModelsTestCase):
         # The heads of queries and keys are twice as wide as those of values.
         wide = attention(weights | {"k_proj": (16, 8)}, **GROUPS)
         self.assertEqual(split_of(wide), {})
+        plain = attention(weights | {"q_proj": (24, 8)}, **GROUPS)
+        self.assertEqual(split_of(plain), {})
 
     def test_wrapped_layers(self):
         module = attention({"qkv_proj": (40, 8)}, **GROUPS)
@@ -461,6 +467,12 @@ class TestSplitOf(ModelsTestCase):
     def test_config_that_refuses_to_answer(self):
         refusing = attention({"k_proj": (8, 8)}, **SIX, config=RefusingConfig())
         self.assertEqual(split_of(refusing, heads=True), {"k_proj.weight": None})
+
+    def test_no_projections(self):
+        """Learned queries, and a sparse indexer."""
+        indexer = attention({"wq_b": (24, 8)}, **SIX)
+        model = tree([Bare({"query": (24, 8)}, **SIX), {"indexer": indexer}])
+        self.assertEqual(split_of(model, heads=True), {})
 
     def test_one_head(self):
         one = attention({"k_proj": (4, 8)}, num_heads=6, num_kv_heads=1, head_dim=4)

@@ -46,7 +46,7 @@ def partition(
         excluded |= _matching(pattern, shapes)
     splits: dict[str, Any] = {}
     for pattern, option in (split or {}).items():
-        splits |= dict.fromkeys(_matching(pattern, shapes) - excluded, option)
+        splits |= dict.fromkeys(_matching(pattern, shapes), option)
     reasons = reasons_by_layer(module)
     tied_to_embedding = embedding_ids(module, reasons)
     is_first_rank = process_rank() == 0

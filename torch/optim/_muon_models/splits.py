@@ -133,9 +133,9 @@ def _heads_of_fused(owner: Any, split: Split) -> Split:
     # The last part of a group is one head.
     size = split.sizes[-1]
     if split.repeats == 1:
-        size = split.sizes[0] // heads if heads else 0
-    if not size or any(lines % size for lines in split.sizes):
-        return split
+        if not heads or split.sizes[0] % heads:
+            return split
+        size = split.sizes[0] // heads
     return Split((size,) * (split.lines // size), 1, split.dim)
 
 
