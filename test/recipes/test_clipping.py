@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, parallel, Replicate
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.muon import partition_named_parameters
+from torch.optim.muon import partition_parameters
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,12 +59,12 @@ class TestClipping(Recipe):
 
             model.zero_grad()
             mse_loss(model(inputs), targets).backward()
-            matrices, others = partition_named_parameters(model)
-            before = [p.grad.clone() for _, p in matrices]
-            clip_grad_norm_([p for _, p in others], 1e-3)
-            for (_, p), grad in zip(matrices, before, strict=True):
+            matrices, others = partition_parameters(model)
+            before = [p.grad.clone() for p in matrices]
+            clip_grad_norm_(others, 1e-3)
+            for p, grad in zip(matrices, before, strict=True):
                 self.assertTrue(torch.equal(p.grad, grad))
-            ((_, bias),) = others
+            (bias,) = others
             grad = bias.grad
             grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
             # torch adds 1e-6 to the norm that divides.

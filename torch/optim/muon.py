@@ -290,21 +290,17 @@ def partition_named_parameters(
 
     To the rest go
 
-    - everything that is not 2D, and matrices of one row or column;
-    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions), queries or a bias;
-    - output heads by their size: layers with as many rows as an embedding, and layers with few rows (at least
-      eight columns to a row) that are outside of blocks, unless another layer takes as many columns. The model's
-      first layer does not count, because in diffusion it takes what the head gives. In a model of
-      convolutions, also a matrix with fewer rows than columns, if no convolution takes its rows;
-    - output heads by their name: layers that are named like a head (``lm_head``, ``classifier``, ``score`` and
-      others) or are in a module with such a name, and an ``fc`` at the end of the model;
-    - routers: layers with "router" in their name, or with one row for each of the experts next to them;
-    - the weights of LSTM and GRU, which are several gates in one.
+    - embeddings, and what is tied to them;
+    - the output head: what ``get_output_embeddings()`` of a model returns, the last linear layer outside of blocks,
+      and layers outside of blocks that are named ``classifier``, ``head``, ``lm_head``, ``output``, ``proj_out`` or
+      ``unembed``, with all that is in them;
+    - routers: layers that are named ``gate`` or ``router``;
+    - everything that is not 2D, matrices of one row or column, and parameters without "weight" in their name, such as
+      tables;
+    - the weights of RNN, LSTM and GRU.
 
-    Sizes do not tell all heads from bottlenecks. ``verbose=True`` marks each matrix with few rows that goes to
-    Muon: exclude those that are heads.
-
-    Adapters go where their layer goes.
+    Blocks are the elements of a list that has several of a class. Exclude the heads that no rule finds:
+    ``verbose=True`` prints what goes where, and why. Adapters of an embedding, a head or a router go where it goes.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
@@ -314,8 +310,8 @@ def partition_named_parameters(
         split (mapping, optional): names or patterns of fused weights, and the ``split`` of each, as
             :func:`split_of` returns them. The last that matches a name decides. One that only fits the
             flattened parameter, such as a convolution, gives it to Muon with ``flatten`` (default: None)
-        allow_batched_matrices (bool, optional): gives 3D stacks of experts to Muon, which needs its
-            argument of the same name (default: False)
+        allow_batched_matrices (bool, optional): gives 3D stacks with "expert" in their name to Muon, which needs
+            its argument of the same name (default: False)
 
     Returns:
         tuple of two lists: matrices and the rest, as (name, Parameter). With ``split``, the matrices are
@@ -331,14 +327,15 @@ def partition_named_parameters(
 
 
 def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
-    r"""Finds how the fused weights of a well-known model are cut into matrices.
+    r"""Finds how fused weights are cut into matrices.
 
-    It knows layers of transformers, torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the
-    names and attributes of their classes. The result lacks fused weights of other classes.
+    It knows the layouts of some names, such as ``qkv_proj`` and ``gate_up_proj``, and takes the sizes from attributes
+    of the module that has the layer, from its config, or from the layers next to it. The result lacks weights whose
+    rows are not as many as these say.
 
-    With ``heads``, each head of attention is a matrix of its own. Plain projections of queries, keys and values
-    have a split then, too. Of latent attention (MLA), the projections from the latents to the heads have one,
-    where each head has its queries, its keys without positions and its values.
+    With ``heads``, each head of attention is a matrix of its own. Projections of queries, keys and values have a split
+    then, too, or None if the module does not say the size of a head. Of latent attention (MLA), the projections
+    from the latents to the heads have one, where each head has its queries, its keys without positions and its values.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
@@ -347,7 +344,7 @@ def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     Returns:
         dict: name of a parameter -> the option ``split`` of its parameter group.
     """
-    from torch.optim._muon_models.fused import split_of
+    from torch.optim._muon_models.splits import split_of
 
     return split_of(module, heads)
 

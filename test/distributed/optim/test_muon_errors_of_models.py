@@ -126,7 +126,7 @@ class TestMuonUnsharded(MistakesTestCase):
         )
         model[0].reshard()
         model.reshard()
-        matrices, _ = partition_named_parameters(model)
+        matrices, _ = partition_parameters(model)
         muon = Muon(matrices, distributed_config="auto")
         with self.everywhere():
             self.assertNotIn("FSDP2", muon.describe(model))

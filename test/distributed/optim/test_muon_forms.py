@@ -77,11 +77,12 @@ def groups_of(model):
 class GroupedAttention(nn.Module):
     """Six heads of queries and two of keys and values, under the names of Llama; and latent attention."""
 
+    num_heads, num_key_value_heads = 6, 2
     head_dim, qk_nope_head_dim, v_head_dim = 4, 3, 5
 
     def __init__(self):
         super().__init__()
-        rows = {"q_proj": 24, "k_proj": 8, "v_proj": 10, "kv_b_proj": 16, "o_proj": 12}
+        rows = {"q_proj": 24, "k_proj": 8, "v_proj": 10, "kv_b_proj": 48, "o_proj": 12}
         for seed, (name, size) in enumerate(rows.items()):
             setattr(self, name, nn.Linear(9, size, bias=False))
             getattr(self, name).weight.data = full(seed, (size, 9))
@@ -92,7 +93,7 @@ HEADS = {
     "q_proj": 4,
     "k_proj": 4,
     "v_proj": 5,
-    "kv_b_proj": [3, 5, 3, 5],
+    "kv_b_proj": [3, 5] * 6,
 }
 
 
