@@ -14,11 +14,6 @@ from ._muon_formulas import MuonFormulas, problem_with_flatten
 from ._muon_split import Split
 
 
-_WAYS_TO_TAKE_MORE_DIMENSIONS = {
-    "flatten": "flatten=True in its group takes it as one matrix",
-    "allow_batched_matrices": "allow_batched_matrices=True as a stack of matrices",
-}
-
 _KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon; flatten=True makes it one matrix"
 
 
@@ -84,7 +79,7 @@ def problem_with(
                     ". DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
                 )
         else:
-            hint = ". " + ", ".join(_WAYS_TO_TAKE_MORE_DIMENSIONS.values())
+            hint = ". flatten=True in its group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
     has_several = is_stack or flatten or bool(split.sizes)
     if has_several and reader is None:
