@@ -54,10 +54,16 @@ def offline(tmp_path_factory, stock_muon):
     return others | own | {"PIP_CONFIG_FILE": os.devnull}
 
 
+def listen_to_interrupts():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_interrupted_made_found_and_updated(overlay, tool, offline, tmp_path):
     venv = overlay / ".venv"
     command = [sys.executable, "-u", overlay / "setup_overlay.py", "env"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # The tests may run in the background, where a shell has them ignore a Ctrl-C.
+    how["preexec_fn"] = listen_to_interrupts
     with subprocess.Popen(command, env=offline, **how) as process:
         while process.stdout.readline() != f"venv {venv} ...\n":
             assert process.poll() is None
