@@ -58,6 +58,7 @@ output takes ten minutes.
 #     overlay = clone / "setup_overlay.py"
 #     run_command(sys.executable, overlay, "apply", "--python", sys.executable)
 #     importlib.invalidate_caches()
+#     importlib.import_module("_distributed_muon_torch")  # as Python does when it starts
 #
 # # The notebook finds the script, and a torch that has this Muon.
 # here = next(place for place in places if (place / "blueprint.py").exists())

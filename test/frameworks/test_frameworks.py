@@ -18,7 +18,6 @@ from overlay.test_docs import programs
 from overlay.test_package import make_environment
 from tools.overlay import env
 from tools.overlay.payload import ROOT
-from tools.overlay.wheel import find_wheel
 
 
 torch = pytest.importorskip("torch")
@@ -118,7 +117,7 @@ def test_recipe_goes_on_from_its_checkpoint(
 
 @needs("accelerate", "transformers")
 def test_recipe_takes_the_package_where_torch_is_not_patched(tmp_path):
-    without_patch = make_environment(find_wheel(sys.executable), tmp_path)
+    without_patch = make_environment(tmp_path)
     find = "import torch.optim.muon"
     assert "No module" in run(without_patch, "-c", find, check=False).err
     dropped = ("PYTHONPATH", "COVERAGE_PROCESS_CONFIG")

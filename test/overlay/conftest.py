@@ -1,63 +1,48 @@
-"""The overlay's tests run on a PyTorch work tree, a small installed torch, and a
-copy of this repository that a test may change."""
+"""The overlay's tests run on a small PyTorch of three releases, a copy of this repository with a
+small overlay, and an interpreter with a small torch."""
 
 import os
-import pathlib
-import re
-import shutil
 import shlex
-import stat
+import shutil
 import subprocess
 import sys
+import venv
 from collections import namedtuple
 
 import pytest
-from tools.overlay import cli, payload, versions
-from tools.overlay.checkout import Checkout
+from tools.overlay import payload
 from tools.overlay.payload import ROOT
-from tools.overlay.target import FOLDER
-from tools.overlay.wheel import find_wheel, record_hash
 
 
-# An installed torch has neither: the lines of upstream around which the patches go.
-UNINSTALLED = {
-    "docs/source/optim.md": b"""# torch.optim
-
-```{eval-rst}
-    :class:`SGD`;beta;beta;beta
-```
-
-## How to adjust learning rate
-
-{class}`torch.optim.lr_scheduler.LRScheduler` provides several methods.
-""",
-    "test/distributed/test_c10d_common.py": b"""from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-from torch.testing._internal.common_distributed import MultiProcessTestCase
-from torch.testing._internal.common_utils import run_tests
-
-
-if __name__ == "__main__":
-    run_tests()
-""",
-}
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 C10D = "torch/distributed/distributed_c10d.py"
-# The commits that `apply` makes.
-SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
-BASE = f"HEAD~{len(SUBJECTS)}"
-OTHER = "# Muon as another release has it\n"
-BINARY = {"bin", "include", "share", "test"}  # folders of compiled parts
-METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
-
+RELEASES = ("2.11.0", "2.13.0", "2.15.0")
+# The lines of upstream around which the patches go.
+HOLES = {
+    "docs/source/optim.md": "# torch.optim\n\nOptimizers.\n\n## How to adjust learning rate\n",
+    "test/distributed/test_c10d_common.py": "import torch\n\n\n"
+    'if __name__ == "__main__":\n    run_tests()\n',
+    C10D: "import torch\nfrom torch.utils._typing_utils import not_none\n\n\n"
+    "# Takes a list of ranks and computes an integer color\ndef color(): ...\n\n\n"
+    "def new_group():\n\n"
+    "    group_name = _process_group_name(ranks, use_hashed_name=use_local_synchronization)\n\n"
+    "    return group_name\n",
+    "torch/testing/_internal/common_optimizers.py": "        optim_error_inputs_func=optim_error_inputs_func_muon,\n"
+    "        supported_impls=(),\n        not_og_supported_flags=(),\n        supports_complex=False,\n",
+}
+# A small overlay: the stock file that it replaces, and files of each commit.
+ENGINE = [f"torch/optim/_muon_engine/part_{number}.py" for number in range(8)]
+SMALL = [
+    OWN, "torch/optim/_newton_schulz.py", "test/optim/test_newton_schulz.py",
+    "test/optim/test_muon.py", *ENGINE,
+]  # fmt: skip
 
 Result = namedtuple("Result", "code out err")
 
 
-def run(*command, check=True, timeout=120, data="", **options):
-    words, options = [str(word) for word in command], {"input": data, **options}
+def run(*command, check=True, timeout=120, **options):
+    words = [str(word) for word in command]
+    options = {"stdin": subprocess.DEVNULL, **options}
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=timeout, **options
     )
@@ -66,24 +51,36 @@ def run(*command, check=True, timeout=120, data="", **options):
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def fails(done, code, *words):
-    """The command ended with that code, and its errors have those words."""
-    assert done.code == code, done
-    for each in words:
-        assert each in done.err
-    return done
+def git(where, *words, **options):
+    return run("git", *words, cwd=where, **options).out.strip()
 
 
-def leads_on(text):
-    """Run each command that is printed there."""
-    ways = ("  git ", "  rm ", "  cp ", f"  {sys.executable} ")
-    lines = [line for line in text.splitlines() if line.startswith(ways)]
-    assert lines
-    return [run(*shlex.split(line)) for line in lines]
+def commit_all(where, message="work"):
+    git(where, "add", "--all")
+    git(where, "commit", "--quiet", "-m", message)
+    return git(where, "rev-parse", "HEAD")
 
 
-def git(where, *words):
-    return run("git", *words, cwd=where).out.strip()
+def put(folder, texts):
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
+def prepend(path, text):
+    path.write_text(text + path.read_text())
+
+
+def tree_of(where, commit="HEAD"):
+    return git(where, "rev-parse", f"{commit}^{{tree}}")
+
+
+def text_of(path):
+    return "".join(f"# {path}, line {number}\n" for number in range(9))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,251 +105,149 @@ def not_measured():
 
 
 @pytest.fixture(scope="session")
-def wheel():
-    """The torch of the interpreter that runs the tests."""
-    return find_wheel(sys.executable)
-
-
-def stock_of(wheel, rel):
-    """The stock file of a path: the copy that the overlay keeps, if there is one."""
-    copy = wheel.copy_of(rel)
-    return copy if copy.is_file() else wheel.root / rel
-
-
-@pytest.fixture(scope="session")
-def stock_muon(wheel):
-    """The text of upstream's _muon.py, which the overlay keeps."""
-    return stock_of(wheel, MUON).read_bytes()
-
-
-@pytest.fixture(scope="session")
-def stock_tree(wheel, stock_muon):
-    """Makes a PyTorch work tree of one commit: the installed torch's own Python sources."""
-
-    def make(root, paths):
-        base = wheel.plan(ROOT).base
-        for path in paths:
-            rel = path.relative_to(wheel.root).as_posix()
-            added = base.get(rel, b"") is None or FOLDER in path.parts
-            if not added and rel != "torch/version.py":  # which is generated
-                (root / rel).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(stock_of(wheel, rel), root / rel)
-        numbers = map(str, versions.release(wheel.version))
-        (root / "version.txt").write_text(".".join(numbers) + "a0\n")
-        # As in upstream's.
-        built = [f"torch/{top}/" for top in sorted(BINARY)]
-        built += ["__pycache__/", "*.so*", "torch/version.py", "torch/lib/", "*.pyi"]
-        (root / ".gitignore").write_text("\n".join(built))
-        put(root, UNINSTALLED)
-        commit_all(root, "PyTorch")
-        assert (root / MUON).read_bytes() == stock_muon
-        return root
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory, stock_tree, wheel):
-    """A checkout with torch.optim and what patches change: enough for all but importing it."""
-    rels = ("torch/__init__.py", C10D, "torch/testing/_internal/common_optimizers.py")
-    paths = [wheel.root / rel for rel in rels]
-    paths += (wheel.torch_dir / "optim").rglob("*.py")
-    return stock_tree(tmp_path_factory.mktemp("small") / "pytorch", paths)
+def upstream(tmp_path_factory):
+    """A PyTorch whose branches are its releases."""
+    place = tmp_path_factory.mktemp("upstream") / "pytorch"
+    place.mkdir()
+    git(place, "init", "-q", "-b", "main")
+    put(place, HOLES)
+    others = ("torch/__init__.py", "torch/optim/__init__.py", "torch/optim/sgd.py")
+    put(place, {path: text_of(path) for path in others})
+    put(place, {".gitignore": "*.so\n__pycache__/\ntorch/version.py\n"})
+    for release in RELEASES:
+        prepend(place / C10D, f"# {release}\n")
+        put(place, {MUON: f"# stock {release}\n", "version.txt": f"{release}a0\n"})
+        commit_all(place, f"PyTorch {release}")
+        git(place, "branch", release)
+    return place
 
 
 @pytest.fixture
-def checkout(tmp_path, small):
+def fork(upstream, tmp_path):
+    """A checkout of the middle release."""
     place = tmp_path / "pytorch"
-    run("git", "clone", "--quiet", "--local", small, place)
+    git(tmp_path, "clone", "-q", upstream, place)
+    git(place, "switch", "-q", "-c", "work", "origin/2.13.0")
     return place
 
 
-@pytest.fixture
-def overlay(tmp_path):
-    """A copy of this repository's overlay."""
-    place = tmp_path / "overlay"
-    put(place, payload.read(ROOT).whole)
-    copy_tools(place)
-    return place
-
-
-def copy_tools(place):
-    for top in ("tools", "patches"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / top, place / top, ignore=ignore)
+def copy_tool(place):
+    """This repository's tool and patches."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("tools/overlay", "patches"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=ignore)
     shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
 
 
-def put(folder, texts):
-    for rel, text in texts.items():
-        (folder / rel).parent.mkdir(parents=True, exist_ok=True)
-        (folder / rel).write_bytes(text)
-
-
-def write_record(site, rels):
-    """RECORD as an installer leaves it for those files of torch."""
-    (info,) = site.glob("*.dist-info")
-    texts = {rel: (site / rel).read_bytes() for rel in rels}
-    rows = [f"{r},{record_hash(text)},{len(text)}\n" for r, text in texts.items()]
-    (info / "RECORD").write_text("".join(rows))
-
-
-@pytest.fixture
-def make_installed(tmp_path, stock_muon):
-    """Makes an interpreter whose only torch is a small installed one."""
-
-    def make(version="2.13.0+cpu", name="installed"):
-        site = tmp_path / name / "site-packages"
-        info = site / f"torch-{version}.dist-info"
-        texts = {
-            "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
-            "torch/version.py": b"torch/version.py",
-            "torch/optim/__init__.py": b"",
-            MUON: stock_muon,
-        }
-        put(site, texts)
-        info.mkdir()
-        (info / "METADATA").write_text(METADATA.format("torch", version))
-        write_record(site, texts)
-        path = f"${{PYTHONPATH:+$PYTHONPATH:}}{site}"
-        body = f'PYTHONPATH="{path}" exec "{sys.executable}" "$@"\n'
-        return script(tmp_path / name / "python", body)
-
-    return make
+@pytest.fixture(scope="session")
+def small_overlay(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ours") / "overlay"
+    copy_tool(place)
+    put(place, {path: text_of(path) for path in SMALL})
+    put(place, {MUON: f"distributed_config = None\n{text_of(MUON)}"})
+    put(place, {"torch/optim/_muon_engine/__init__.py": ""})
+    put(place, {".gitignore": "__pycache__/\n.venv*\n"})
+    git(place, "init", "-q", "-b", "main")
+    commit_all(place, "the overlay")
+    return place
 
 
 @pytest.fixture
-def installed(make_installed):
-    return make_installed()
+def ours(small_overlay, tmp_path):
+    place = tmp_path / "overlay"
+    git(tmp_path, "clone", "-q", small_overlay, place)
+    return place
 
 
 @pytest.fixture
-def small_wheel(installed):
-    """With compiled parts, as far as a test needs any."""
-    found = find_wheel(installed)
-    rels = ("torch/_C.so", "torch/lib/libtorch.so", "torch/lib/sub/x", "torch/v.pyi")
-    put(found.root, {rel: rel.encode() for rel in rels})
+def tool():
+    """The command line: `tool(root, "status", ...)`, which fails with `code` and these words."""
+
+    def call(root, *words, code=0, says=(), **options):
+        done = run(
+            sys.executable, root / "setup_overlay.py", *words, check=False, **options
+        )
+        assert done.code == code, done
+        for each in says:
+            assert each in done.out + done.err, done
+        return done
+
+    return call
+
+
+@pytest.fixture
+def on(tool, ours, fork):
+    """A command of the small overlay on the checkout. If it fails, nothing has changed."""
+
+    def call(name, *words, code=0, says=()):
+        before = everything(fork), everything(ours)
+        done = tool(ours, name, "--checkout", fork, *words, code=code, says=says)
+        assert not code or (everything(fork), everything(ours)) == before
+        return done
+
+    return call
+
+
+Installed = namedtuple("Installed", "python site torch")
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """An environment with a small torch."""
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    found = Installed(tmp_path / "venv/bin/python", site, site / "torch")
+    packages = (
+        "torch",
+        "torch/optim",
+        "torch/distributed",
+        "torch/nn",
+        "torch/testing",
+    )
+    put(site, {f"{package}/__init__.py": "" for package in packages})
+    put(site, {MUON: "# stock\n", "torch/version.py": "__version__ = '2.13.0+cpu'\n"})
+    put(site, {p: t for p, t in HOLES.items() if p.startswith("torch/")})
     return found
 
 
-def script(path: pathlib.Path, body: str) -> pathlib.Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n" + body)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+def leads_on(text):
+    """Run each command that is printed there."""
+    ways = ("  git ", "  rm ", f"  {sys.executable} ")
+    lines = [line for line in text.splitlines() if line.startswith(ways)]
+    assert lines, text
+    return [run(*shlex.split(line)) for line in lines]
 
 
-@pytest.fixture(scope="session")
-def tool():
-    """The command line itself: `tool("status", ...)`, of this repository or a copy."""
-
-    def call(*args, root=ROOT, env=None, timeout=120):
-        face = root / "setup_overlay.py"
-        return run(sys.executable, face, *args, env=env, check=False, timeout=timeout)
-
-    return call
-
-
-@pytest.fixture
-def face(capsys, monkeypatch):
-    """The command line without an interpreter of its own: `face("status", ...)`."""
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
-
-    def call(*args, root=ROOT):
-        monkeypatch.setattr(cli, "ROOT", root)
-        capsys.readouterr()
-        try:
-            code = cli.main([str(word) for word in args])
-        except SystemExit as wrong:  # argparse's
-            code = wrong.code
-        return Result(code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def on(request, face):
-    """A command on the checkout, or on the installed torch: `on("apply")`; its output.
-
-    With a ``code``, it fails so, its errors have ``words``, and nothing has changed.
-    """
-    kind = "checkout" if "checkout" in request.fixturenames else "installed"
-    option = "--checkout" if kind == "checkout" else "--python"
-    target = request.getfixturevalue(kind)
-
-    def call(command, *more, where=target, root=ROOT, code=0, words=()):
-        roots = [where if where.is_dir() else where.parent, *[root] * (root != ROOT)]
-        before = [everything(each) for each in roots]
-        done = face(command, option, where, *more, root=root)
-        fails(done, code, *words)
-        assert not code or [everything(each) for each in roots] == before
-        return done.err if code else done.out
-
-    return call
+def snapshot(root):
+    """Every file below a folder with its text, and where links lead, git's own files left out."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink():
+            found[path] = os.readlink(path)
+        elif path.is_file() and not {".git", "__pycache__"} & {*path.parts}:
+            found[path] = path.read_bytes()
+    return found
 
 
 def everything(where):
     """A user's files, index and branches."""
-    if not (where / ".git").exists():
-        return snapshot(where)
-    refs = ("for-each-ref", "refs/heads", "refs/stash")
-    return snapshot(where), git_status(where), git(where, *refs)
+    status = git(where, "status", "--porcelain", check=False)
+    staged = git(where, "ls-files", "--stage", "-t", check=False)
+    refs = git(where, "for-each-ref", "refs/heads", "refs/stash", check=False)
+    return snapshot(where), status, staged, refs
 
 
-def snapshot(root):
-    """Every file below a folder with its text, git's own files left out."""
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and ".git" not in path.relative_to(root).parts
-    }
+def stock_of(path):
+    """The stock file of the torch that runs the tests."""
+    import torch
+
+    torch_folder = os.path.dirname(torch.__file__)
+    stock = os.path.join(
+        torch_folder, ".muon_overlay/original", path.removeprefix("torch/")
+    )
+    place = stock if os.path.exists(stock) else os.path.join(torch_folder, "..", path)
+    with open(place) as file:
+        return file.read()
 
 
-def git_status(root):
-    return run("git", "status", "--porcelain", cwd=root).out
-
-
-@pytest.fixture
-def there(checkout):
-    return Checkout(checkout)
-
-
-@pytest.fixture
-def site(installed):
-    return find_wheel(installed)
-
-
-@pytest.fixture
-def ours(overlay):
-    """The copy of this repository as a git repository."""
-    commit_all(overlay, "the overlay")
-    return overlay
-
-
-def commit_all(where, message="work"):
-    if not (where / ".git").exists():
-        run("git", "init", "--quiet", "--initial-branch=main", cwd=where)
-    run("git", "add", "--all", cwd=where)
-    run("git", "commit", "--quiet", "-m", message, cwd=where)
-    return run("git", "rev-parse", "HEAD", cwd=where).out.strip()
-
-
-def append(path, text):
-    path.write_text(path.read_text() + text)
-
-
-def tree_of(where, commit="HEAD"):
-    return git(where, "rev-parse", f"{commit}^{{tree}}")
-
-
-def branch(checkout, name, texts, at="main"):
-    """Make a branch of one commit with these texts; its commit."""
-    git(checkout, "switch", "-q", "-c", name, at)
-    put(checkout, {rel: text.encode() for rel, text in texts.items()})
-    return commit_all(checkout, name)
-
-
-def replace(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+PATCHED = sorted({hunks.path for hunks in payload.patches(ROOT)})

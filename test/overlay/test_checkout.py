@@ -1,625 +1,452 @@
-"""`apply`, `revert`, `status`, `diff` and `export` on a PyTorch git checkout."""
+"""The overlay on a checkout: which states a command refuses, and that no history loses anything."""
 
 import os
-import re
-import shutil
-import tempfile
 
 import pytest
-from overlay.conftest import append, BASE, branch, C10D, commit_all, everything, fails
-from overlay.conftest import git, git_status, leads_on, MUON, OTHER, OWN, put, run
-from overlay.conftest import script, snapshot, SUBJECTS, tree_of
-from tools.overlay import patches, payload, worktree
-from tools.overlay.checkout import Checkout
-from tools.overlay.errors import WorkFailed
-from tools.overlay.payload import ROOT
+from overlay.conftest import (
+    append,
+    C10D,
+    commit_all,
+    ENGINE,
+    git,
+    leads_on,
+    MUON,
+    OWN,
+    prepend,
+    put,
+    run,
+    snapshot,
+    tree_of,
+)
+from tools.overlay.checkout import COMMITS
 
 
-ENGINE, SGD = "torch/optim/_muon_engine", "torch/optim/sgd.py"
-DOC = "docs/source/optim.md"
+EDIT = "# an edit of the fork\n"
 
 
-def state(where):
-    return Checkout(where).status(ROOT)["state"]
+def exclude(fork):
+    put(fork, {OWN: "mine\n", ".git/info/exclude": f"{OWN}\n"})
 
 
-def restored(checkout, tree):
-    """Whether the branch and the work tree have those files, and nothing else."""
-    return (git_status(checkout), tree_of(checkout)) == ("", tree)
+def hide(fork, flag):
+    git(fork, "update-index", flag, MUON)
+    append(fork / MUON, EDIT)
 
 
-def test_apply_and_revert(checkout, on):
-    append(checkout / MUON, "# an edit of upstream's file is no overlay\n")
-    assert state(checkout) == "none"
-    git(checkout, "restore", MUON)
-    before, tree = snapshot(checkout), tree_of(checkout)
-    assert "committed as" in on("apply")
-    for rel, text in payload.read(ROOT).whole.items():
-        assert (checkout / rel).read_bytes() == text
-    assert "## Distributed Muon" in (checkout / DOC).read_text()
-    assert git_status(checkout) == ""
-    assert "nothing to do" in on("apply")
-    found = Checkout(checkout).status(ROOT)
-    assert (found["state"], found["overlay"]) == ("current", payload.name(ROOT))
-    assert set(found["files"].values()) == {"current"}
-    on("revert")
-    assert snapshot(checkout) == before
-    assert restored(checkout, tree)
-    assert "nothing to do" in on("revert")
+def conflict(where, path):
+    """A merge that is not finished, in a file with two edits."""
+    git(where, "switch", "-q", "-c", "side")
+    prepend(where / path, "# one\n")
+    commit_all(where)
+    git(where, "switch", "-q", "-")
+    prepend(where / path, "# other\n")
+    commit_all(where)
+    git(where, "merge", "-q", "side", check=False)
 
 
-@pytest.mark.parametrize("word", [(), ("--commit",)])
-def test_commits(checkout, on, word):
-    """The commits are the stack, without the user's other work. `--commit` has no effect."""
-    tree = tree_of(checkout)
-    (checkout / SGD).write_text("# somebody's other work\n")
-    git(checkout, "add", SGD)
-    assert "committed as" in on("apply", *word)
-    assert git(checkout, "log", "--reverse", "--format=%s").splitlines()[1:] == SUBJECTS
-    assert f"Muon-Overlay: {payload.name(ROOT)}" in git(checkout, "log", "-1")
-    head = git(checkout, "rev-parse", "HEAD")
-    assert "already" in on("apply", *word)
-    assert git(checkout, "rev-parse", "HEAD") == head
-    on("revert", *word)
-    assert git_status(checkout) == "M  torch/optim/sgd.py\n"
-    assert tree_of(checkout) == tree
+def stop_rebase(fork):
+    append(fork / "torch/optim/sgd.py", EDIT)
+    commit_all(fork)
+    git(fork, "rebase", "-x", "false", "HEAD~1", check=False)
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_edits_of_the_overlay(checkout, on, face, committed):
-    tree = tree_of(checkout)
-    on("apply")
-    append(checkout / OWN, "# an edit\n")
-    words = (f"  {OWN}\n", f"pull --checkout {checkout}")
-    if committed:  # into the overlay's own commit
-        git(checkout, "commit", "-qa", "--amend", "--no-edit")
-        on("apply", code=3, words=words)
-    else:
-        assert "already" in on("apply")
-        on("revert", code=3, words=words)
-    exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
-    assert f"lacks edits of this checkout ({OWN})" in exported.err
-    assert state(checkout) == "changed"
-    if committed:  # a commit loses none
-        done = face("revert", "--checkout", checkout)
-        fails(done, 0, f"lacks edits of {OWN}", f"log -p -- {OWN}")
-        assert tree_of(checkout) == tree
-        assert "# an edit" in leads_on(done.err)[0].out
+def commit_own(fork):
+    put(fork, {OWN: "mine\n"})
+    commit_all(fork)
 
 
-def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
-    count = len(list((checkout / ".git").rglob("*")))
-    before = everything(checkout)
-    assert "would write " in on("apply", "--commit", "--dry-run")
-    on("export", "--out", tmp_path / "out", "--dry-run")
-    patch = tool("diff", "--checkout", checkout).out
-    assert everything(checkout) == before
-    assert len(list((checkout / ".git").rglob("*"))) == count
-    assert not (tmp_path / "out").exists()
-    run("git", "apply", "-p1", "-", cwd=checkout, data=patch)
-    assert state(checkout) == "uncommitted"
-    assert "not committed" not in on("apply")
-    assert git_status(checkout) == ""
-    assert on("diff") == ""
-    append(checkout / "torch/optim/__init__.py", "# an edit\n")
-    before = everything(checkout)
-    for command in ("revert", "pull"):
-        on(command, "--dry-run")
-    assert everything(checkout) == before
+def set_version(fork, version):
+    put(fork, {"version.txt": f"{version}\n"})
+    commit_all(fork)
 
 
-def test_what_is_a_checkout(checkout, face, tmp_path, monkeypatch):
-    for folder, code in (tmp_path, 2), (checkout, 0):
-        monkeypatch.chdir(folder)  # the default
-        for command in ("apply", "revert", "pull"):
-            assert face(command).code == code
-    bare = tmp_path / "bare"
-    shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
-    for place, words in (
-        (tmp_path / "none", "version.txt"),
-        (ROOT, "version.txt"),
-        (checkout / "torch", "not a PyTorch checkout"),
-        (bare, "not the top of a git work tree"),
-    ):
-        fails(face("apply", "--checkout", place), 2, words)
-    # A checkout that is mounted into a container has another owner.
-    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert "safe.directory" in face("apply", "--checkout", checkout).err
+def break_context(fork):
+    text = (fork / C10D).read_text()
+    (fork / C10D).write_text(text.replace("use_hashed_name=", "hashed="))
+    commit_all(fork)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_overlay_that_is_staged(checkout, on, half):
-    """Older versions of this tool staged it. `apply` commits it."""
-    tree = tree_of(checkout)
-    on("apply")
-    applied = tree_of(checkout)
-    git(checkout, "reset", "-q", "--soft", BASE)
-    if half:
-        git(checkout, "commit", "-qm", "half of it", "--", MUON, OWN, C10D)
-    else:
-        assert "`apply` commits it" in on("status")
-        leads_on(on("status"))
-        git(checkout, "reset", "-q", "--soft", BASE)
-        leads_on(on("revert", code=3, words=["stash"]))
-        assert restored(checkout, tree)
-        git(checkout, "stash", "pop", "-q", "--index")
-    on("apply")
-    assert restored(checkout, applied)
-    on("revert")
-    assert restored(checkout, tree)
-
-
-def test_main_of_upstream(checkout, on, face):
-    """Files of no release, and hunks that do not fit, are warnings with `--force`."""
-    texts = {MUON: "# a fix of upstream\n", C10D: "# all new\n"}
-    branch(checkout, "newer", {**texts, "version.txt": "2.16.0a0\n"})
-    words = ("apply", "--checkout", checkout)
-    on("apply", code=2, words=[" --force\n", "in no supported ver"])
-    warnings = ("0002-local-groups", f"warning: {MUON} there is of no release")
-    for _ in range(2):  # it was said once
-        fails(face(*words, "--force"), 0, *warnings)
-    on("revert")
-    assert git_status(checkout) == ""
-
-
-def test_amended_and_rebased_overlay(checkout, on):
-    """`revert --commit` ended in a traceback after the commit was made."""
-    on("apply", "--commit")
-    git(checkout, "commit", "-q", "--amend", "-m", "testing: amended")
-    on("revert", "--commit")
-    assert git_status(checkout) == ""
-    # Now on top of upstream's changes around the hunks.
-    git(checkout, "reset", "-q", "--hard", "HEAD~1")
-    doc = f"# A new first line\n{git(checkout, 'show', f'{BASE}:{DOC}')}\n"
-    tree = tree_of(checkout, branch(checkout, "newer", {DOC: doc}, BASE))
-    git(checkout, "rebase", "-q", "newer", "main")
-    assert state(checkout) == "current"
-    assert "already" in on("apply")
-    on("revert", "--commit")
-    assert restored(checkout, tree)
-
-
-def test_shallow_clone_names_unshallow(checkout, on, tmp_path):
-    """The way out was a `git revert` of the graft root, which deletes all files."""
-    on("apply", "--commit")
-    append(checkout / OWN, "# an edit\n")
-    commit_all(checkout)
-    place = tmp_path / "shallow"
-    git(checkout, "clone", "-q", "--depth=1", f"file://{checkout}", place)
-    for command in "apply", "revert", "status", "pull", "export":
-        errors = on(command, where=place, code=2, words=["fetch --unshallow"])
-    leads_on(errors)
-    on("pull", "--dry-run", where=place)
-
-
-def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tmp_path):
-    """`pull` took the file with its conflict markers, and `--commit` committed it."""
-    on("apply", "--commit")
-    branch(checkout, "newer", {MUON: OTHER}, BASE)
-    run("git", "rebase", "-q", "newer", "main", cwd=checkout, check=False)
-    assert "<<<<<<<" in (checkout / MUON).read_text()
-    for command in "apply", "apply --commit", "revert", "pull", "export":
-        on(*command.split(), root=ours, code=3, words=["rebase --abort"])
-    on("status")
-    # Resolved, the edits are the overlay of that tree, and its series fits there.
-    git(checkout, "checkout", "--theirs", MUON)
-    git(checkout, "add", MUON)
-    git(checkout, "-c", "core.editor=true", "rebase", "--continue")
-    on("apply", "--commit")
-    on("export", "--out", tmp_path / "out", "--stack")
-    git(checkout, "switch", "-q", "newer")
-    am(checkout, tmp_path / "out")
-    assert git(checkout, "diff", "main") == ""
-
-
-@pytest.mark.parametrize("names", ["one two", "a a"])
-def test_commit_during_a_merge(checkout, on, names):
-    """`apply --commit` wrote all files, and failed then."""
-    for name, rel in zip(("one", "two"), names.split()):
-        branch(checkout, name, {rel: name})
-    merge = ("git", "merge", "-q", "--no-commit", "--no-ff", "one")
-    if run(*merge, cwd=checkout, check=False).code:
-        (checkout / ".git/MERGE_HEAD").unlink()
-    words = "add -- a\n" if names == "a a" else "merge --abort"
-    on("apply", "--commit", code=3, words=[words])
-
-
-def test_cleaned_overlay_is_found_again(checkout, on):
-    on("apply")
-    (checkout / OWN).unlink()
-    found = Checkout(checkout).status(ROOT)
-    assert (found["state"], found["files"][OWN]) == ("changed", "missing")
-    # The file is as `revert` leaves it.
-    on("revert")
-    assert git_status(checkout) == ""
-    on("apply")
-    rels = payload.read(ROOT).whole
-    git(checkout, "rm", "-q", "--", *rels)
-    assert state(checkout) == "changed"
-
-
-def test_each_branch_has_its_own_overlay(checkout, on, overlay):
-    """One record for all branches: `revert` on the first one refused."""
-    trees = {}
-    for name, version in (("a", "2.13.0a0"), ("b", "2.12.0a0")):
-        texts = {"version.txt": f"{version}\n", MUON: f"{OTHER}# {name}\n"}
-        trees[name] = tree_of(checkout, branch(checkout, name, texts))
-        append(overlay / OWN, f"# for {name}\n")
-        Checkout(checkout).apply(overlay)
-    git(checkout, "switch", "-q", "main")
-    assert state(checkout) == "none"
-    assert "nothing to do" in on("revert")
-    for name, tree in trees.items():
-        git(checkout, "switch", "-q", name)
-        on("revert", "--commit")
-        assert restored(checkout, tree)
-
-
-@pytest.mark.parametrize("kind", ["--checkout", "--python"])
-def test_older_clone_does_not_downgrade(request, kind, ours, tool, tmp_path):
-    """It went on without a word, and `status` called the newer one older."""
-    name = "checkout" if kind == "--checkout" else "installed"
-    target = (kind, request.getfixturevalue(name))
-    older = tmp_path / "older"
-    run("git", "clone", "-q", ours, older)
-    append(ours / OWN, "# newer\n")
-    commit_all(ours)
-    assert tool("apply", *target, root=ours).code == 0
-    fails(tool("apply", *target, root=older), 3, "which is older")
-    assert "came after" in tool("status", *target, root=older).out
-    git(older, "pull", "-q")
-    assert tool("apply", *target, root=older).code == 0
-    assert tool("revert", *target, root=older).code == 0
-
-
-def test_foreign_index_lock_and_no_identity(checkout, tool):
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    plain |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    plain["EMAIL"] = "me@example.org"
-    lock = checkout / ".git/index.lock"
-    lock.touch()
-    words = ("apply", "--checkout", checkout, "--commit")
-    fails(tool(*words), 1, "another git command")
-    lock.unlink()
-    # The name of an invented author was in the history.
-    before = everything(checkout)
-    fails(tool(*words, env=plain), 1, "git config --global user.email")
-    assert everything(checkout) == before
-
-
-def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch):
-    """A git that was killed before left its lock. An edit that `pull` took was gone."""
-    (checkout / ".git/packed-refs.lock").touch()
-    on("apply")
-    append(overlay / OWN, "# newer\n")
-    append(overlay / MUON, "# newer\n")
-    shutil.copyfile(overlay / OWN, checkout / OWN)
-    real = worktree.git.git
-
-    def fails_at_last(where, *words, **options):
-        done = real(where, *words, **options)
-        if words[:2] == ("read-tree", "-m"):
-            raise WorkFailed("no space left")
-        return done
-
-    monkeypatch.setattr(worktree.git, "git", fails_at_last)
-    on("apply", root=overlay, code=1, words=["no space left"])
-    monkeypatch.undo()
-    on("apply", root=overlay)
-    on("revert", root=overlay)
-    assert git_status(checkout) == ""
-
-
-def test_edit_while_the_command_works(checkout, face, monkeypatch):
-    """It was overwritten: a passphrase for a signature leaves a minute for it."""
-    real = worktree.Worktree.move
-
-    def late(tree, *args):
-        append(checkout / MUON, "# mine\n")
-        real(tree, *args)
-
-    monkeypatch.setattr(worktree.Worktree, "move", late)
-    fails(face("apply", "--checkout", checkout), 1, "changed meanwhile")
-    assert (checkout / MUON).read_text().endswith("# mine\n")
-
-
-def am(where, mails):
-    git(where, "am", "-q", *sorted(mails.iterdir()))
-
-
-# With `diff.context=0`, `git am` said "patch does not apply".
-SETTINGS = {
-    "diff.context": "0", "diff.noprefix": "true", "diff.external": "false",
-    "color.ui": "always", "format.attach": "true", "format.coverLetter": "true",
-    "format.subjectPrefix": "MINE", "format.suffix": ".txt", "format.signature": "me",
-    "format.outputDirectory": "elsewhere", "core.quotePath": "false",
+# The state of a fork, a command, its exit code, and words that it prints.
+REFUSED = {
+    "dirty": (lambda f: append(f / MUON, EDIT), "apply", 3, "local changes"),
+    "staged": (lambda f: (append(f / C10D, EDIT), git(f, "add", C10D)), "apply", 3, "local changes"),
+    "untracked": (lambda f: put(f, {OWN: "mine\n"}), "apply", 3, "untracked"),
+    "ignored": (exclude, "apply", 3, "untracked"),
+    "assumed unchanged": (lambda f: hide(f, "--assume-unchanged"), "apply", 3, "refuses"),
+    "skipped": (lambda f: hide(f, "--skip-worktree"), "apply", 3, "refuses"),
+    "merging": (lambda f: conflict(f, "torch/optim/sgd.py"), "apply", 3, "MERGE_HEAD"),
+    "rebasing": (stop_rebase, "apply", 3, "rebase-merge"),
+    "locked": (lambda f: put(f, {".git/index.lock": ""}), "apply", 3, "index.lock"),
+    "own file": (commit_own, "apply", 3, "files of its own"),
+    "old": (lambda f: set_version(f, "2.10.0"), "apply", 2, "as in no supported version"),
+    "nightly": (lambda f: set_version(f, "2.14.0.dev20260101"), "apply", 2, "untested"),
+    "misfit": (break_context, "apply", 2, f"does not fit {C10D}"),
+    "no PyTorch": (lambda f: (f / "version.txt").unlink(), "apply", 2, "no version.txt"),
+}  # fmt: skip
+REFUSED_LATER = {
+    "dirty": (lambda f: append(f / OWN, EDIT), "revert", 3, "local changes"),
+    "merging": (lambda f: conflict(f, "torch/optim/sgd.py"), "revert", 3, "MERGE_HEAD"),
+    "merging edits": (lambda f: conflict(f, OWN), "pull", 3, "MERGE_HEAD"),
+    "edited": (lambda f: (append(f / OWN, EDIT), commit_all(f)), "apply", 3, "lacks"),
+    "own build": (lambda f: put(f, {"torch/_C.so": "mine"}), "rebuild", 3, "build of its own"),
 }  # fmt: skip
 
 
-def test_export_and_git_am_give_the_same_tree(
-    checkout, small, on, face, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
-    monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
-    for name, value in zip(("COUNT", "KEY_0", "VALUE_0"), ("1", "diff.noprefix", "1")):
-        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
-    for name, value in SETTINGS.items():
-        git(checkout, "config", name, value)
-    on("apply", "--commit")
-    expected = tree_of(checkout)
-    out, second = tmp_path / "a series", tmp_path / "second"
-    shown = on("export", "--out", out, "--stack")
-    on("export", "--out", out, code=3, words=["has mails already"])
-    assert git(checkout, "rev-parse", BASE) in shown
-    assert f"git am '{out}'/*.patch" in shown
-    git(tmp_path, "clone", "-q", small, second)
-    am(second, out)
-    assert tree_of(second) == expected
-    assert git(second, "log", "--format=%s", "--reverse").splitlines()[1:] == SUBJECTS
-    # `apply`, `status` and `revert` know the commits of `git am`.
-    assert "already" in on("apply", where=second)
-    assert state(second) == "current"
-    # One mail has the same tree.
-    out = tmp_path / "one"
-    on("export", "--out", out, where=second)
-    assert len(list(out.iterdir())) == 1
-    for mail in [*out.iterdir(), *(tmp_path / "a series").iterdir()]:
-        assert "Muon-Overlay" not in mail.read_text()
-    assert not (checkout / "elsewhere").exists()
-    on("revert", "--commit", where=second)
-    assert tree_of(second) == tree_of(small)
-    am(second, out)
-    assert tree_of(second) == expected
-    assert state(second) == "current"
-    on("revert", where=second)
-    assert tree_of(second) == tree_of(small)
-    git(second, "reset", "-q", "--hard", "HEAD~1")
-    assert git(second, "log", "-1", "--format=%s") == patches.SUBJECT
+@pytest.mark.parametrize("state", REFUSED)
+def test_refused_before(fork, on, state):
+    change, command, code, says = REFUSED[state]
+    change(fork)
+    on(command, code=code, says=[says])
 
 
-def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
-    """Each command deleted what had the name of its temporary folders."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    notes = tmp_path / "muon-overlay-notes"
-    notes.mkdir()
-    (notes / "mine").touch()
-    for command in ("status", "diff", "apply", "revert"):
-        on(command)
-    assert (notes / "mine").exists()
-    assert not list(tmp_path.glob("distributed-muon-*"))
+@pytest.mark.parametrize("state", REFUSED_LATER)
+def test_refused_later(fork, on, installed, state):
+    change, command, code, says = REFUSED_LATER[state]
+    on("apply")
+    change(fork)
+    more = (
+        ["--mode", "wheel", "--python", installed.python]
+        if command == "rebuild"
+        else []
+    )
+    on(command, *more, code=code, says=[says])
 
 
-def test_fork_with_its_own_muon(checkout, on):
-    """`revert --commit` deleted it, and `apply` overwrote it."""
-    rels = (OWN, "torch/optim/_newton_schulz.py", "test/optim/test_muon_engine.py")
-    put(checkout, dict.fromkeys(rels, b"# the fork's\n"))
-    tree = tree_of(checkout, commit_all(checkout))
-    assert state(checkout) == "none"
-    assert "nothing to do" in on("revert", "--commit")
-    leads_on(on("apply", code=3, words=(f"  {OWN}\n", "of its own")))
-    on("apply", "--commit")
-    assert (checkout / OWN).read_text() != "# the fork's\n"
-    assert state(checkout) == "current"
-    on("revert", "--commit")
-    assert restored(checkout, tree)
+def test_refusals_of_this_repository(fork, ours, on, tmp_path):
+    on("apply")
+    append(fork / OWN, EDIT)
+    append(ours / OWN, "# not committed here\n")
+    on("pull", code=3, says=["refuses to merge here"])
+    git(ours, "restore", OWN)
+    put(tmp_path, {"mails/old.patch": ""})
+    on("export", "--out", tmp_path / "mails", code=3, says=["has mails already"])
+    conflict(ours, OWN)
+    for command in ("apply", "export", "pull"):
+        on(command, code=3, says=["conflicts" if command != "pull" else "MERGE_HEAD"])
 
 
-@pytest.mark.parametrize("first", ["release", "topic"])
-def test_topic_cut_before_upstream_was_merged(checkout, on, first):
-    """The base moved back, and `revert` undid upstream's change."""
-    for name, *rels in (("release", MUON, DOC), ("topic", SGD)):
-        texts = {rel: (checkout / rel).read_text() for rel in rels}
-        texts = {rel: f"{text}\n# {name}\n" for rel, text in texts.items()}
-        if MUON in texts:
-            # A line that the overlay changes, too.
-            stock = (checkout / MUON).read_text()
-            texts[MUON] = stock.replace("optimizer.", f"optimizer, {name}.", 1)
-        branch(checkout, name, texts)
-    git(checkout, "switch", "-q", "main")
-    on("apply", "--commit")
-    for name in dict.fromkeys([first, "release", "topic"]):
-        git(checkout, "merge", "-q", "-X", "ours", name, "-m", "m")
-    assert state(checkout) == "current"
-    assert "already" in on("apply")
-    base = git(checkout, "rev-parse", first)  # the other one is no descendant
-    assert f" at {base}: git am" in on("export", "--out", "x", "--dry-run")
-    on("revert", "--commit")
-    assert git(checkout, "diff", "release", "--stat").count("|") == 1
-    assert (checkout / SGD).read_text().endswith("# topic\n")
-
-
-@pytest.mark.parametrize("how", ["--no-ff", "--squash"])
-def test_topic_with_a_fix_below_the_overlay(checkout, on, how):
-    """On the branch that merged it, `apply` and `revert` took the fix away."""
-    fixed = f"# a fix\n{(checkout / C10D).read_text()}"
-    branch(checkout, "topic", {C10D: fixed})
-    on("apply", "--commit")
-    git(checkout, "switch", "-q", "main")
-    branch(checkout, "other", {SGD: ""})
-    git(checkout, "merge", "-q", how, "topic")
-    commit_all(checkout) if how == "--squash" else None
-    assert state(checkout) == "current"
-    on("revert", "--commit")
-    assert (checkout / C10D).read_text() == fixed
-
-
-def test_part_of_the_stack_on_a_branch(checkout, on, ours):
-    """`pull` took an earlier form of _muon.py; after `revert`, the overlay elsewhere was reverted to an older PyTorch."""
-    branch(checkout, "last-year", {MUON: "# of last year\n"})
-    tree = tree_of(checkout, "main")
-    git(checkout, "restore", "--source=main", "--", MUON)
-    commit_all(checkout)
-    on("apply", "--commit")
-    for later in range(len(SUBJECTS)):
-        git(checkout, "switch", "-q", "--detach", f"HEAD~{min(later, 1)}")
-        assert "nothing to take" in on("pull", root=ours), later
-    git(checkout, "switch", "-q", "-c", "part")
+def test_ways_out(fork, on):
+    """Each command that a refusal prints works."""
+    base = tree_of(fork)
+    commit_own(fork)
+    leads_on(on("apply", code=3).err)
+    commit_all(fork)
+    before = tree_of(fork)
+    on("apply")
+    append(fork / ENGINE[0], EDIT)
+    commit_all(fork)
+    refused = on("apply", code=3).err
+    lines = [line for line in refused.splitlines() if " pull " not in line]
+    leads_on("\n".join(lines))
+    assert EDIT not in (fork / ENGINE[0]).read_text()
     on("revert")
-    git(checkout, "switch", "-q", "last-year")
-    on("revert", "--commit")
-    assert restored(checkout, tree)
+    assert tree_of(fork) == before != base
 
 
-def test_shallow_clone_of_this_repository(there, ours, tmp_path):
-    """It was told that it is older than what it had applied."""
-    there.apply(ours)
+def test_forced_misfit_is_left_to_the_fork(fork, on):
+    break_context(fork)
+    before = tree_of(fork)
+    leads_on(on("apply", code=2).err)
+    assert "hashed=" in (fork / C10D).read_text()
+    assert C10D in on("status").out
+    on("revert")
+    assert tree_of(fork) == before
+
+
+def test_edited_hunk_is_not_silent(fork, on):
+    on("apply")
+    text = (fork / C10D).read_text()
+    (fork / C10D).write_text(text.replace("_local_sync_group_counts", "_counts"))
+    commit_all(fork)
+    assert f"edited or do not fit: {C10D}" in on("status").out
+    on("apply", says=["nothing to do", f"does not fit {C10D}"])
+    on("revert")
+    assert "_counts" in (fork / C10D).read_text()
+
+
+def test_commits(fork, ours, on, tool, tmp_path):
+    """Three commits; the mails give the same tree; `status` and `diff` agree with them."""
+    base = git(fork, "rev-parse", "HEAD")
+    assert "holds no overlay" in on("status").out
+    patch = tmp_path / "all.patch"
+    patch.write_text(on("diff").out)
+    done = on("apply")
+    assert "of no release that this overlay knows" in done.out
+    log = git(fork, "log", "--reverse", "--format=%s", f"{base}..").splitlines()
+    assert log == [message.partition("\n")[0] for message in COMMITS]
+    assert git(ours, "rev-parse", "HEAD") in git(fork, "log", "-1", "--format=%B")
+    names = git(fork, "diff", "--name-only", "HEAD~2", "HEAD~1").splitlines()
+    assert names == [
+        "test/optim/test_newton_schulz.py",
+        "torch/optim/_newton_schulz.py",
+    ]
+    assert "as in this repository" in on("status").out
+    assert "nothing to do" in on("apply").out
+    assert on("diff").out == ""
+    mails = tmp_path / "mails"
+    assert f"for {base}: git am" in on("export", "--out", mails).out
+    full = tree_of(fork)
+    git(fork, "switch", "-q", "-c", "mails", base)
+    git(fork, "am", "-q", *sorted(mails.iterdir()))
+    assert tree_of(fork) == full
+    assert "nothing to do" in on("apply").out
+    git(fork, "reset", "-q", "--hard", base)
+    git(fork, "apply", patch)
+    commit_all(fork)
+    assert tree_of(fork) == full
+
+
+def upgrade(fork, ours, on):
+    append(ours / OWN, "# newer\n")
+    (ours / ENGINE[0]).unlink()
+    commit_all(ours)
+    on("apply")
+    assert git(fork, "log", "-1", "--format=%s") == "optim: update distributed Muon"
+    assert not (fork / ENGINE[0]).exists()
+
+
+def squash(fork, ours, on):
+    git(fork, "reset", "-q", "--soft", "HEAD~3")
+    git(fork, "commit", "-q", "-m", "other words")
+
+
+def rebase(fork, ours, on):
+    """One stop: upstream has changed the file that the overlay replaces."""
+    done = run("git", "rebase", "-q", "origin/2.15.0", cwd=fork, check=False)
+    assert MUON in done.out
+    git(fork, "checkout", "-q", "--theirs", MUON)
+    git(fork, "add", MUON)
+    git(fork, "-c", "core.editor=true", "rebase", "--continue")
+
+
+def merge_upstream(fork, ours, on):
+    git(fork, "merge", "-q", "origin/2.15.0", check=False)
+    git(fork, "checkout", "-q", "--ours", MUON)
+    commit_all(fork)
+
+
+def uncommit(fork, ours, on):
+    git(fork, "reset", "-q", "--soft", "HEAD~1")
+    on("apply")
+    assert git(fork, "status", "--porcelain") == ""
+
+
+def edit_here_only(fork, ours, on):
+    """An overlay that was applied before it was committed here, and changed since."""
+    append(ours / OWN, "# not committed\n")
+    on("apply")
+    git(ours, "restore", OWN)
+    assert "# not committed" in (fork / OWN).read_text()
+    assert "edited there" not in on("status").out
+
+
+def hunk_for_a_while(fork, ours, on):
+    """The present hunks of a file are a part of those that it has."""
+    patch = ours / "patches/0001-docs-distributed-muon.patch"
+    text = patch.read_text()
+    more = "@@ -1,2 +1,3 @@\n # torch.optim\n+# for a while\n \n@@"
+    patch.write_text(text.replace("@@", more, 1))
+    commit_all(ours)
+    on("apply")
+    assert "for a while" in (fork / "docs/source/optim.md").read_text()
+    patch.write_text(text)
+    commit_all(ours)
+
+
+# Events between `apply` and `revert`; the release whose tree remains.
+HISTORIES = {
+    "upgrade": (upgrade, "2.13.0"),
+    "hunk": (hunk_for_a_while, "2.13.0"),
+    "squash": (squash, "2.13.0"),
+    "dropped": (lambda f, o, on: git(f, "rebase", "-q", "--onto", "HEAD~3", "HEAD~2"), "2.13.0"),
+    "fixup": (lambda f, o, on: git(f, "reset", "-q", "--soft", "HEAD~1") or git(f, "commit", "-q", "--amend", "--no-edit"), "2.13.0"),
+    "reverted in part": (lambda f, o, on: git(f, "revert", "--no-edit", "HEAD~1"), "2.13.0"),
+    "picked": (lambda f, o, on: git(f, "switch", "-q", "-c", "other", "origin/2.13.0") or git(f, "cherry-pick", "work~3..work"), "2.13.0"),
+    "rebase": (rebase, "2.15.0"),
+    "merge": (merge_upstream, "2.15.0"),
+    "uncommitted": (uncommit, "2.13.0"),
+    "not committed here": (edit_here_only, "2.13.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_histories_end_at_the_base(fork, ours, on, name):
+    change, release = HISTORIES[name]
+    on("apply")
+    change(fork, ours, on)
+    on("revert")
+    assert tree_of(fork) == tree_of(fork, f"origin/{release}")
+    assert git(fork, "status", "--porcelain") == ""
+    # And it comes again.
+    on("apply")
+    assert "as in this repository" in on("status").out
+
+
+def test_own_changes_stay(fork, on):
+    """In patched files, in other files, in the stock file, and after an edit that was lost."""
+    prepend(fork / C10D, EDIT)
+    put(fork, {MUON: "# the fork's own\n", "torch/optim/mine.py": "mine\n"})
+    commit_all(fork)
+    before = tree_of(fork)
+    on("apply")
+    append(fork / OWN, EDIT)
+    commit_all(fork)
+    done = on("revert")
+    assert "stay in the history" in done.out
+    leads_on(done.out)
+    assert tree_of(fork) == before
+
+
+def test_two_stock_files(fork, on):
+    on("apply")
+    git(fork, "switch", "-q", "-c", "side", "origin/2.13.0")
+    put(fork, {MUON: "# another stock file\n"})
+    commit_all(fork)
+    git(fork, "switch", "-q", "work")
+    git(fork, "merge", "-q", "-s", "ours", "-m", "merge", "side")
+    git(fork, "merge", "-q", "-s", "ours", "-m", "merge", "origin/2.15.0")
+    refused = on("revert", code=3, says=["different stock"]).err
+    line = next(line for line in refused.splitlines() if line.startswith("  git "))
+    leads_on(line)
+    commit_all(fork)
+    on("revert")
+
+
+def test_places(fork, ours, tool, tmp_path):
+    """A shallow clone, a work tree, a sparse checkout, line ends of Windows."""
+    for name, words in {
+        "shallow": ["clone", "-q", "--depth", "1", fork.as_uri(), "shallow"],
+        "linked": [
+            "-C",
+            fork,
+            "worktree",
+            "add",
+            "-q",
+            "--detach",
+            tmp_path / "linked",
+        ],
+        "sparse": ["clone", "-q", "--sparse", fork, "sparse"],
+        "windows": ["clone", "-q", "-c", "core.autocrlf=true", fork, "windows"],
+    }.items():
+        git(tmp_path, *words)
+        place = tmp_path / name
+        (place / "torch").mkdir(exist_ok=True)
+        if name == "sparse":
+            git(place, "sparse-checkout", "set", "torch/distributed")
+            put(place, {"torch/__init__.py": ""})
+        tool(ours, "apply", "--checkout", place)
+        assert git(place, "status", "--porcelain") in ("", "M torch/__init__.py")
+        tool(ours, "revert", "--checkout", place)
+        assert tree_of(place) == tree_of(fork)
+    # A clone that begins with the overlay: an update needs no stock file, `revert` does.
+    tool(ours, "apply", "--checkout", fork)
+    git(tmp_path, "clone", "-q", "--depth", "1", fork.as_uri(), "late")
     append(ours / OWN, "# newer\n")
     commit_all(ours)
-    git(tmp_path, "clone", "-q", "--depth=1", ours.as_uri(), "shallow")
-    assert there.apply(tmp_path / "shallow").written == [OWN]
+    tool(ours, "apply", "--checkout", tmp_path / "late")
+    tool(
+        ours,
+        "revert",
+        "--checkout",
+        tmp_path / "late",
+        code=2,
+        says=["fetch --unshallow"],
+    )
 
 
-def test_folder_that_this_user_may_not_write(checkout, on, monkeypatch):
+def test_nothing_is_written_by_what_reads(fork, ours, on, tmp_path):
     on("apply")
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    on("revert", code=2, words=["may not write"])
+    before = sorted((fork / ".git").rglob("*"))
+    for words in ["status"], ["diff"], ["export", "--out", tmp_path / "out"], ["pull"]:
+        on(*words)
+    assert sorted((fork / ".git").rglob("*")) == before
 
 
-@pytest.mark.parametrize("how", ["commit -qam fix", "add ."])
-def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
-    """`pull` took it into the patch, and `revert --commit` removed it."""
-    on("apply", "--commit")
-    fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
-    (checkout / C10D).write_text(fixed)
-    git(checkout, *how.split())
-    committed = how.startswith("commit")
-    assert "already" in on("apply", "--commit")
-    assert "nothing to take" in on("pull", "--dry-run")
-    assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
-    if not committed:
-        errors = on("revert", code=3, words=[f"  {C10D}\n"])
-        assert "pull" not in errors
-        leads_on(errors)
-        on("revert")
-        git(checkout, "stash", "pop", "-q")
-        assert (checkout / C10D).read_text().count("# a fix\n") == 2
-        return
-    on("revert", "--commit")
-    assert git_status(checkout) == ""
-    stock = git(checkout, "show", f"{BASE}~{1 + committed}:{C10D}")
-    assert (checkout / C10D).read_text() == f"# a fix\n{stock}\n# a fix\n"
-    on("apply", "--commit")
-    assert (checkout / C10D).read_text() == fixed
-
-
-@pytest.mark.parametrize("rel", [f"{OWN}.muon-new", "torch/.muon_overlay", ENGINE])
-def test_links_are_not_followed(checkout, face, rel, tmp_path):
-    """A file of the user's was overwritten through a link that the fork tracks."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / ".gitignore").write_text("mine")
-    (checkout / rel).symlink_to(outside / ".gitignore" if "new" in rel else outside)
-    tree = tree_of(checkout, commit_all(checkout))
-    words = ("--checkout", checkout, "--commit")
-    assert face("apply", *words).code == (3 if rel == ENGINE else 0)
-    face("revert", *words)
-    assert snapshot(outside) == {".gitignore": b"mine"}
-    assert restored(checkout, tree)
-
-
-@pytest.mark.parametrize("edit", ["add -N", "add", "deleted", "untracked"])
-def test_ways_out_lead_on(checkout, on, edit):
-    """The printed way out changed nothing."""
-    rel = {"deleted": DOC, "add": C10D}.get(edit, OWN)
-    (checkout / rel).write_text("# mine\n")
-    if edit == "untracked":  # and ignored
-        (checkout / ".git/info/exclude").write_text(f"{rel}\n")
-    elif edit == "deleted":
-        (checkout / rel).unlink()
-    else:
-        git(checkout, *edit.split(), "--", rel)
-    errors = on("apply", code=3, words=[f"  {rel}\n"])
-    assert state(checkout) == "none"
-    leads_on(errors)
+def test_pull(fork, ours, on):
+    """Committed and other edits, and new files; what is here since stays."""
+    put(fork, {"test/optim/test_muon_of_mine.py": "the fork's own\n"})
+    commit_all(fork)
     on("apply")
-    on("revert")
-    assert git_status(checkout) == ""
-    if edit != "deleted":
-        assert "# mine" in git(checkout, "stash", "show", "-p", "--include-untracked")
-
-
-def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
-    """Both were dead ends, and a setting of the user's made upstream's files CRLF."""
-    config = tmp_path / "config"
-    config.write_text("[core]\n\tautocrlf = true\n[user]\n\tname=A\n\temail=a@b\n")
-    tree = tree_of(checkout)
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
-    on("apply", "--commit")
-    assert git(checkout, "show", f"HEAD:{C10D}").count("\r") == 0
-    assert b"\r\n" in (checkout / OWN).read_bytes()
-    second = tmp_path / "second"
-    git(tmp_path, "clone", "-q", "--no-checkout", checkout, second)
-    git(second, "sparse-checkout", "set", "--no-cone", "/*", "!/docs/")
-    git(second, "checkout", "-q")
-    for where in (checkout, second):
-        assert "already" in on("apply", where=where)
-        on("revert", where=where)
-        assert git(where, "diff", "--stat") == ""
-        on("apply", where=where)
-        on("revert", "--commit", where=where)
-        assert restored(where, tree)
-    on("apply", "--commit", where=second)
-    assert not (second / "docs").exists()
-    assert "## Distributed Muon" in git(second, "show", f"HEAD:{DOC}")
-
-
-def test_vendored_import(checkout, on, overlay):
-    """There was no history to fetch, and `fetch --unshallow` was the way out."""
+    # This line comes with an update, and is taken back here: the edit begins after it.
+    before = (ours / ENGINE[0]).read_text()
+    append(ours / ENGINE[0], "# for a while\n")
+    commit_all(ours)
     on("apply")
-    shutil.rmtree(checkout / ".git")
-    commit_all(checkout, "an import")
-    assert "nothing to do" in on("apply")
-    # A newer overlay replaces it, and `revert` restores what was imported.
-    tree = tree_of(checkout)
-    commit_all(overlay)
-    append(overlay / OWN, "# newer\n")
-    on("apply", root=overlay, code=3, words=[f"  {OWN}\n", "--force"])
-    on("apply", "--force", root=overlay)
-    assert state(checkout) != "imported"
-    on("revert", root=overlay)
-    assert restored(checkout, tree)
-    (checkout / OWN).write_text("# edited\n")
-    commit_all(checkout)
-    assert "unshallow" not in on("apply", code=3, words=[f"  {OWN}\n"])
-
-
-def test_signatures_and_hooks_of_the_user(checkout, on, tmp_path):
-    """A hook that refused the branch left all files staged; no commit was signed."""
-    signs = script(tmp_path / "signs", f"touch {tmp_path}/signed\nexit 1\n")
-    git(checkout, "config", "commit.gpgsign", "true")
-    git(checkout, "config", "gpg.program", signs)
-    on("apply", "--commit", code=1, words=["git commit-tree"])
-    assert (tmp_path / "signed").exists()
-    git(checkout, "config", "commit.gpgsign", "false")
-    body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
-    hook = script(checkout / ".git/hooks/reference-transaction", body)
-    on("apply", "--commit", code=1, words=["git update-ref"])
-    hook.unlink()
+    put(ours, {ENGINE[0]: before})
+    append(ours / OWN, "# here\n")
+    commit_all(ours)
+    prepend(fork / OWN, EDIT)
+    commit_all(fork)
+    assert f"edited there, `pull` takes it: {OWN}" in on("status").out
+    prepend(fork / ENGINE[0], EDIT)
+    put(
+        fork,
+        {"torch/optim/_muon_new.py": "new\n", "torch/optim/other.py": "not Muon's\n"},
+    )
+    took = {"torch/optim/_muon_new.py", ENGINE[0], OWN}
+    on("pull", says=[f"took {path}" for path in took])
+    assert {*git(ours, "diff", "--name-only", "HEAD").splitlines()} == took
+    text = (ours / OWN).read_text()
+    assert text.startswith(EDIT) and text.endswith("# here\n")
+    assert (ours / ENGINE[0]).read_text() == EDIT + before
+    on("pull", code=3, says=["MERGE_HEAD"])
+    commit_all(ours, "merge")
+    assert "nothing to take" in on("pull").out
+    commit_all(fork)
     on("apply")
+    assert (fork / OWN).read_text() == text
 
 
-def test_names_that_are_not_utf_8_and_safe_path(checkout, tool):
-    """They ended in a traceback."""
-    (checkout / ".git/info/exclude").write_bytes(b"\xe9.txt\n")
-    (checkout / "version.txt").write_bytes(b"2.13.0a0\n\xe9")
-    commit_all(checkout)
-    env = {**os.environ, "PYTHONSAFEPATH": "1", "GIT_COMMON_DIR": "/nowhere"}
-    for command, error in (("apply", "is not a torch version"), ("status", "")):
-        done = tool(command, "--checkout", checkout, env=env)
-        assert (error in done.err, "Traceback" in done.err) == (True, False)
+def test_conflict_returns_once(fork, ours, on):
+    on("apply")
+    prepend(fork / OWN, EDIT)
+    commit_all(fork)
+    prepend(ours / OWN, "# an edit here\n")
+    commit_all(ours)
+    for _ in range(2):
+        done = run(*pull_of(ours, fork), check=False)
+        assert (done.code, OWN in done.err) == (1, True)
+        assert "<<<<<<<" in (ours / OWN).read_text()
+        leads_on(done.err)  # merge --abort
+    run(*pull_of(ours, fork), check=False)
+    put(ours, {OWN: "# resolved\n"})
+    commit_all(ours, "resolved")
+    assert "nothing to take" in on("pull").out
+    on("apply")
+    assert (fork / OWN).read_text() == "# resolved\n"
 
 
-def test_documented_example_leaves_the_ends_to_adamw():
-    torch = pytest.importorskip("torch")
-    patch = patches.series(payload.read(ROOT))[DOC]
-    added = "\n".join(re.findall(r"(?m)^\+(.*)", patch.hunks.decode()))
-    example = added.split("```python\n")[1].split("\n```")[0]
-    # Without processes there is nothing to shard.
-    example = example.replace("import fully_shard", "import fully_shard as _")
-    linear, layers = torch.nn.Linear(4, 4), {"embedding": torch.nn.Embedding(4, 4)}
-    layers |= {"blocks": torch.nn.ModuleList([linear]), "head": torch.nn.Linear(4, 4)}
-    names = {"model": torch.nn.ModuleDict(layers), "fully_shard": lambda module: module}
-    exec(example, names)
-    (matrix,) = names["muon"].param_groups[0]["params"]
-    assert matrix is linear.weight
-    assert len(names["adamw"].param_groups[0]["params"]) == 4
+def pull_of(ours, fork):
+    return ["python3", ours / "setup_overlay.py", "pull", "--checkout", fork]
+
+
+def test_rebuild_by_wheel(fork, on, installed):
+    """Libraries are links, and the rest is copied: a build writes version.py in place."""
+    put(
+        installed.torch,
+        {"_C.so": "library", "lib/libtorch.so.2": "library", "v.pyi": "text"},
+    )
+    before = snapshot(fork)
+    words = ("rebuild", "--mode", "wheel", "--python", installed.python)
+    assert f"PYTHONPATH={fork} {installed.python}" in on(*words).out
+    torch = fork / "torch"
+    assert (torch / "_C.so").is_symlink() and (torch / "lib/libtorch.so.2").is_symlink()
+    assert not (torch / "version.py").is_symlink()
+    assert (torch / "version.py").read_text() == (
+        installed.torch / "version.py"
+    ).read_text()
+    assert "removed 2 links" in on("revert").out
+    after = snapshot(fork)
+    assert {path: after[path] for path in before} == before
+    assert not any(path.is_symlink() for path in after)
+    set_version(fork, "2.14.0")
+    on(*words, code=2, says=["not of the checkout's version"])
+
+
+def test_source_runs_upstreams_command(fork, ours, tool, tmp_path):
+    record, words = tmp_path / "called", "-m pip install --no-build-isolation -v -e ."
+    put(tmp_path, {"python": f'#!/bin/sh\necho "$PWD $@" > {record}\nexit 7\n'})
+    (tmp_path / "python").chmod(0o755)
+    more = ("--mode", "source", "--python", tmp_path / "python")
+    tool(ours, "rebuild", "--checkout", fork, *more, code=1, says=["exit code 7"])
+    assert record.read_text() == f"{os.path.realpath(fork)} {words}\n"

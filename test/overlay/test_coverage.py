@@ -62,24 +62,36 @@ def test_processes_count_together_and_error_paths_are_missed(tmp_path):
     place = {"MUON_MEASURED": str(folder), "COVERAGE_FILE": str(tmp_path / ".coverage")}
 
     def python(*arguments, cwd=ROOT):
-        words, env = (sys.executable, "-m", *arguments), os.environ | place
+        words, env = (sys.executable, *arguments), os.environ | place
         code, out, errors = run(*words, cwd=cwd, env=env, check=False)
         assert cwd != ROOT or not errors
         return out, code
 
-    measure = ("coverage", "run", f"--rcfile={ROOT / 'pyproject.toml'}", "tests.py")
+    def check(limits):
+        code = (
+            f"import tools.coverage as it; raise SystemExit(it.check(limits={limits}))"
+        )
+        return python("-c", code)
+
+    measure = (
+        "-m",
+        "coverage",
+        "run",
+        f"--rcfile={ROOT / 'pyproject.toml'}",
+        "tests.py",
+    )
     python(*measure, "0", cwd=tmp_path)
-    out, code = python("tools.coverage")
+    out, code = check(True)
     assert code == 1
     assert "optim/_muon.py:3: raise ValueError( is in no test" in out
     # The data of a second run adds to the first.
     python(*measure, "3", cwd=tmp_path)
-    out, code = python("tools.coverage")
+    out, code = check(True)
     assert (code, "coverage: " in out) == (0, False), out
     assert "optim/_muon.py" in out
     assert "other.py" not in out
     # A file that no test imports counts, too.
     (folder / "muon.py").write_text("def f():\n    raise KeyError\n")
-    out, code = python("tools.coverage")
+    out, code = check(True)
     assert (code, "optim/muon.py:2: raise KeyError is in no test" in out) == (1, True)
-    assert python("tools.coverage", "--no-limits")[1] == 0
+    assert check(False)[1] == 0

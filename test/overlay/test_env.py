@@ -1,4 +1,4 @@
-"""The environment, and the commands that begin with it.
+"""The environment, the commands that run in it, and the command line.
 
 pip and venv are the real ones; what pip installs is a handful of small wheels that
 the test makes, so that nothing comes from the network.
@@ -13,18 +13,19 @@ import sys
 import zipfile
 
 import pytest
-from overlay.conftest import commit_all, fails, git, METADATA, OWN, run, script
-from tools.overlay import env, package, tests
+from overlay.conftest import append, commit_all, git, MUON, OWN, put, run
+from tools.overlay import cli, env, package
 from tools.overlay.payload import ROOT
-from tools.overlay.wheel import find_wheel, record_hash
+
+
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
 def make_wheel(folder, name, version, files):
     info = f"{name}-{version}.dist-info"
     texts = {**files, f"{info}/METADATA": METADATA.format(name, version)}
     texts[f"{info}/WHEEL"] = package._WHEEL
-    rows = [f"{r},{record_hash(t.encode())},{len(t)}\n" for r, t in texts.items()]
-    texts[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
+    texts[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in texts)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in texts.items():
             wheel.writestr(path, text)
@@ -41,12 +42,12 @@ for wanted in env.PACKAGES:
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory, stock_muon):
+def offline(tmp_path_factory):
     """Variables with which pip sees a folder of wheels, and nothing else."""
     folder = tmp_path_factory.mktemp("shelf")
-    torch = dict.fromkeys(["torch/__init__.py", "torch/optim/__init__.py"], "")
-    torch["torch/optim/_muon.py"] = stock_muon.decode()
-    make_wheel(folder, "torch", "2.13.0", torch)
+    texts = dict.fromkeys(["torch/__init__.py", "torch/optim/__init__.py", MUON], "")
+    texts["torch/version.py"] = "__version__ = '2.13.0'\n"
+    make_wheel(folder, "torch", "2.13.0", texts)
     for name, version in MODULES.items():
         make_wheel(folder, name, version, {f"{name}.py": ""})
     others = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
@@ -58,145 +59,129 @@ def listen_to_interrupts():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_interrupted_made_found_and_updated(overlay, tool, offline, tmp_path):
-    venv = overlay / ".venv"
-    command = [sys.executable, "-u", overlay / "setup_overlay.py", "env"]
+def test_interrupted_made_found_and_updated(ours, tool, offline, tmp_path):
+    venv = ours / ".venv"
+    python = env.python_of(venv)
+    command = [sys.executable, "-u", ours / "setup_overlay.py", "env"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # The tests may run in the background, where a shell has them ignore a Ctrl-C.
     how["preexec_fn"] = listen_to_interrupts
-    with subprocess.Popen(command, env=offline, **how) as process:
-        while process.stdout.readline() != f"venv {venv} ...\n":
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "no environment" in tool("status", root=overlay, env=offline).err
+    for number, code in (signal.SIGINT, 130), (signal.SIGTERM, 143):
+        with subprocess.Popen(command, env=offline, **how) as process:
+            while process.stdout.readline() != f"venv {venv} ...\n":
+                assert process.poll() is None
+            process.send_signal(number)
+            process.communicate(timeout=30)
+        assert process.returncode == code
+        tool(ours, "status", env=offline, code=2, says=["no environment"])
 
-    made = tool("env", root=overlay, env=offline, timeout=300)
-    assert made.code == 0, made.out + made.err
+    made = tool(ours, "env", env=offline, timeout=300)
     # It says where and how large, before pip begins, and no list of packages.
     words = [f"making {venv}: torch 2.13.0", "0.3 GB", "pip install ...", "torch-2.13"]
     places = [made.out.index(word) for word in words]
     assert places == sorted(places)
     assert "hypothesis" not in made.out
-    site = find_wheel(env.python_of(venv))
-    assert site.root.is_relative_to(venv)
-    assert site.status(overlay)["state"] == "current"
-    for name in MODULES:
-        assert (site.root / f"{name}.py").is_file()
-
-    found = tool("env", root=overlay, env=offline)
-    assert found.code == 0
-    assert re.search("found .*in place already", found.out, re.DOTALL)
-    (overlay / OWN).write_text("# newer\n")
-    changed = tool("env", root=overlay, env=offline)
-    assert (changed.code, "files changed: 1" in changed.out) == (0, True)
-    assert site.read(OWN) == b"# newer\n"
+    tool(ours, "status", says=["as in this repository"])
+    modules = "; ".join(f"import {name}" for name in MODULES)
+    where = "import torch.optim.muon as muon; print(open(muon.__file__).read())"
+    assert "# newer" not in run(python, "-c", f"{modules}; {where}").out
+    # An edit counts at once; a new file does after the next command.
+    append(ours / OWN, "# newer\n")
+    assert "# newer" in run(python, "-c", where).out
+    tool(ours, "env", env=offline, says=[f"found {venv}", "nothing to do"])
+    put(ours, {"torch/optim/_muon_new.py": ""})
+    tool(ours, "env", env=offline, says=["applied to"])
+    run(python, "-c", "import torch.optim._muon_new")
 
     # Other packages: they are installed into it, and it is not made again.
     env.mark(venv, ["another"])
     # With a target pip does not count what that interpreter has.
     nowhere = {"PIP_FIND_LINKS": str(tmp_path), "PIP_TARGET": str(tmp_path)}
-    done = tool("env", root=overlay, env={**offline, **nowhere})
-    assert done.code == 1
-    assert "No matching distribution found for torch==2.13.0" in done.err
-    assert "pip install failed with exit code 1" in done.err
+    says = [
+        "No matching distribution found for torch==2.13.0",
+        "failed with exit code 1",
+    ]
+    tool(ours, "env", env={**offline, **nowhere}, code=1, says=says)
     assert not env.is_ready(venv)
 
 
-def test_somebody_elses_folder_is_left_alone(overlay, face):
-    precious = overlay / ".venv" / "precious"
-    precious.parent.mkdir()
-    precious.write_text("mine")
-    fails(face("env", root=overlay), 3, "was not made by this tool")
-    assert precious.read_text() == "mine"
+def test_somebody_elses_folder_is_left_alone(ours, tool):
+    put(ours, {".venv/precious": "mine"})
+    tool(ours, "env", code=3, says=["was not made by this tool"])
+    assert (ours / ".venv/precious").read_text() == "mine"
 
 
 @pytest.fixture
-def ready(overlay, installed):
-    """A copy of the repository with a stand-in environment that records its calls."""
-    record = overlay / "called.json"
+def ready(ours, installed, tmp_path):
+    """A copy of the repository with an environment whose Python records its calls."""
+    record = tmp_path / "called.json"
     code = f"import json, sys; print(json.dumps(sys.argv[1:]), file=open({str(record)!r}, 'a'))"
-    script(
-        overlay / ".venv/bin/python",
-        f'[ "$1" = -c ] && exec "{installed}" "$@"\n'
-        f'"{sys.executable}" -c "{code}" "$@"\n'
-        '[ "$2" = tools.coverage ] && exit ${COVERAGE_EXIT:-0}\n'
-        "exit ${PYTEST_EXIT:-0}\n",
-    )
-    env.mark(overlay / ".venv", list(env.PACKAGES))
-    return overlay
+    shell = f'#!/bin/sh\n[ "$1" = -c ] && exec "{installed.python}" "$@"\n'
+    shell += f'"{sys.executable}" -c "{code}" "$@"\nexit ${{ENDS:-0}}\n'
+    for name, packages in (
+        ("", env.PACKAGES),
+        ("-frameworks", env.PACKAGES + env.FRAMEWORKS),
+    ):
+        python = env.python_of(ours / f".venv{name}")
+        put(python.parent, {"python": shell})
+        python.chmod(0o755)
+        env.mark(ours / f".venv{name}", [*packages])
+    return ours
 
 
-PYTEST, COVERAGE = ["-m", "pytest"], ["-m", "coverage", "run", "-m", "pytest"]
-SHOWN = ["-m", "tools.coverage"]
-WORKERS = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-# A command, how pytest and the limits of coverage end, how it ends, and what it runs.
+COVERED = ["-m", "tools.coverage"]
+# A command, how what it runs ends, and what that is.
 RUNS = [
-    ("test --torch 2.13 -k slow -q", 5, 0, 5, [[*PYTEST, "-k", "slow", "-q"]]),
-    ("test", 0, 0, 0, [[*COVERAGE, *WORKERS], SHOWN]),
-    ("test", 0, 1, 1, [[*COVERAGE, *WORKERS], SHOWN]),
-    ("test", 1, 0, 1, [[*COVERAGE, *WORKERS], [*SHOWN, "--no-limits"]]),
-    ("test --coverage -x", 0, 0, 0, [[*COVERAGE, "-x"], [*SHOWN, "--no-limits"]]),
-    ("test --frameworks -x", 0, 0, 0, [[*PYTEST, "test/frameworks", "-x"]]),
-    ("test --frameworks test/frameworks/a.py", 0, 0, 0, [[*PYTEST, "test/frameworks/a.py"]]),
-    ("verify --out a --step 4", 0, 0, 0, [["-u", "compare_gpt.py", "--out", "a", "--step", "4"]]),
-    ("verify", 1, 0, 1, [["-u", "compare_gpt.py"]]),
-    ("gpu --out /page -x", 3, 0, 3,
-        [["-m", "tools.bench.gpu", "/page", "--overlay", "(no git)", "-x"]]),
+    ("test --torch 2.13 -k slow -q", 5, ["-m", "pytest", "-k", "slow", "-q"]),
+    ("test", 0, COVERED),
+    ("test", 1, COVERED),
+    ("test --coverage -x", 0, [*COVERED, "-x"]),
+    ("test --frameworks -x", 0, ["-m", "pytest", "test/frameworks", "-x"]),
+    ("test --frameworks test/frameworks/a.py", 0, ["-m", "pytest", "test/frameworks/a.py"]),
+    ("verify --out a --step 4", 0, ["-u", "examples/compare_gpt.py", "--out", "a", "--step", "4"]),
+    ("verify", 1, ["-u", "examples/compare_gpt.py"]),
+    ("gpu --out /page -x", 3, ["-m", "tools.bench.gpu", "/page", "--overlay", "COMMIT", "-x"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "failed", "uncovered", "code", "expected"), RUNS)
-def test_what_runs_in_the_environment(
-    ready, face, monkeypatch, words, failed, uncovered, code, expected
-):
-    if "--frameworks" in words:
-        (ready / ".venv").rename(ready / ".venv-frameworks")
-        env.mark(ready / ".venv-frameworks", [*env.PACKAGES, *env.FRAMEWORKS])
-    monkeypatch.setenv("PYTEST_EXIT", str(failed))
-    monkeypatch.setenv("COVERAGE_EXIT", str(uncovered))
-    done = face(*words.split(), root=ready)
-    lines = (ready / "called.json").read_text().splitlines()
-    made = [json.loads(line.replace(f"{ready}/examples/", "")) for line in lines]
-    assert (done.code, made) == (code, expected)
-    assert (ready / ".venv").exists() != ("--frameworks" in words)
-    assert (f"running all tests: {tests.TIME}\n" in done.out) == (words == "test")
-    assert tests.TIME in " ".join((ROOT / "README.md").read_text().split())
+@pytest.mark.parametrize(("words", "code", "expected"), RUNS)
+def test_what_runs_in_the_environment(ready, tool, tmp_path, words, code, expected):
+    ends = {**os.environ, "ENDS": str(code)}
+    done = tool(ready, *words.split(), code=code, env=ends)
+    line = (tmp_path / "called.json").read_text().replace(f"{ready}/", "")
+    assert (
+        json.loads(line.replace(git(ready, "rev-parse", "HEAD"), "COMMIT")) == expected
+    )
+    assert (f"running all tests: {cli.TIME}\n" in done.out) == (words == "test")
+    assert cli.TIME in " ".join((ROOT / "README.md").read_text().split())
     if "verify" in words:
-        end = "verify failed with exit code 1\n" if failed else "\nverify passed: "
-        assert end in done.out
+        assert (
+            "verify passed: " if code == 0 else "verify failed with exit code 1"
+        ) in done.out
 
 
-def test_status_defaults_to_the_environment_and_revert_does_not(
-    ready, face, tmp_path, monkeypatch
-):
-    """`revert` without a target took the overlay out of .venv."""
-    monkeypatch.chdir(tmp_path)
-    face("env", root=ready)
-    for command in ("apply", "revert"):
-        fails(face(command, root=ready), 2, "--checkout DIR or --python EXE")
-    assert "as in this repository" in face("status", root=ready).out
-
-
-def test_environment_that_its_user_upgraded(ready, face, installed):
+def test_environment_that_its_user_upgraded(ready, tool, installed):
     """`env --torch 2.13.0` said "found", and had another torch."""
-    site = find_wheel(installed).root
-    info = (site / "torch-2.13.0+cpu.dist-info").rename(site / "torch-2.14.0.dist-info")
-    (info / "METADATA").write_text(METADATA.format("torch", "2.14.0"))
-    fails(face("env", "--torch", "2.13.0", root=ready), 3, "has torch 2.14.0 now")
+    put(installed.torch, {"version.py": "__version__ = '2.14.0'\n"})
+    tool(ready, "env", "--torch", "2.13.0", code=3, says=["has torch 2.14.0 now"])
 
 
 # `--checkout ""` was the current folder, and `--torch=` the default version.
 EMPTY = [
-    "env --torch=", "test --python=", "apply --checkout=", "export --checkout=x --out=",
-]  # fmt: skip
+    "env --torch=",
+    "test --python=",
+    "apply --checkout=",
+    "export --checkout=x --out=",
+]
 WRONG = {
     **dict.fromkeys(EMPTY, "the value is empty"),
     "": "a command is missing",
     "nonsense": "invalid choice: 'nonsense'",
+    "apply": "--checkout DIR or --python EXE",
+    "revert": "--checkout DIR or --python EXE",
     "apply --python a --checkout b": "one target at a time",
     "apply --check x": "unknown arguments: --check x",
+    "apply --checkout /nowhere": "is not a folder",
     "env --nonsense": "usage: setup_overlay.py env ",
     "test --torch": "expected one argument",
     "test --coverage=yes": "ignored explicit argument",
@@ -207,34 +192,32 @@ WRONG = {
 }
 
 
-def test_wrong_usage_is_named_and_makes_nothing(overlay, face):
+def test_wrong_usage_is_named_and_makes_nothing(ours, tool):
     for words, said in WRONG.items():
-        fails(face(*words.split(), root=overlay), 2, said)
-    assert list(overlay.glob(".venv*")) == []
+        tool(ours, *words.split(), code=2, says=[said])
+    assert list(ours.glob(".venv*")) == []
 
 
-def test_version(face, ours):
+def test_version_closed_pipes_and_old_pythons(ours, tool, fork):
     commit = git(ours, "rev-parse", "HEAD")
     for name in commit, f"{commit}-dirty":
-        done = face("--version", root=ours)
-        assert (done.code, f" {name}," in done.out) == (0, True)
-        (ours / OWN).write_text("# edited\n")
-
-
-def test_old_python_is_told_so(tool, overlay):
-    path = overlay / "setup_overlay.py"
+        tool(ours, "--version", says=[f" {name},"])
+        append(ours / OWN, "# edited\n")
+    # The reader ends first.
+    piped = f"{sys.executable} {ours}/setup_overlay.py status --checkout {fork} | true"
+    assert run("sh", "-c", piped).err == ""
+    path = ours / "setup_overlay.py"
     # Nothing above the check may fail to parse or import on an old Python.
     before, check, rest = path.read_text().partition("if sys.version_info")
     assert re.findall(r"(?m)^(?:import|from) .*", before) == ["import os", "import sys"]
     path.write_text(f"{before}sys.version_info = (3, 9)\n{check}{rest}")
-    fails(tool("env", root=overlay), 2, "3.10 or later")
+    tool(ours, "env", code=2, says=["3.10 or later"])
 
 
-def test_hosted_notebook(tmp_path, overlay, offline):
+def test_hosted_notebook(tmp_path, ours, offline):
     """The notebook's first cell, where neither this repository nor a torch is there."""
-    (overlay / "examples").mkdir()
-    (overlay / "examples" / "blueprint.py").touch()
-    commit_all(overlay)
+    put(ours, {"examples/blueprint.py": ""})
+    commit_all(ours)
     run(sys.executable, "-m", "venv", tmp_path / "hosted")
     python = env.python_of(tmp_path / "hosted")
     notebook = json.loads((ROOT / "examples" / "blueprint.ipynb").read_text())
@@ -248,6 +231,6 @@ def test_hosted_notebook(tmp_path, overlay, offline):
 
     assert "Write this repository's address into REPOSITORY" in execute().err
     assert list(cwd.iterdir()) == []
-    there = execute(MUON_REPOSITORY=overlay.as_uri())
+    there = execute(MUON_REPOSITORY=ours.as_uri())
     assert there.code == 0, there.err
-    assert find_wheel(python).status(overlay)["state"] == "current"
+    assert "_distributed_muon_torch is before it now" in there.out

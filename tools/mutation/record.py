@@ -4,7 +4,6 @@ import ast
 import difflib
 import os
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from xml.etree import ElementTree
 
 from coverage import CoverageData
 
-from tools.overlay import tests
+from tools.coverage import run_measured
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
 
@@ -29,7 +28,7 @@ def record(place: Path) -> int:
         shutil.copytree(folder, place)
     os.environ |= {"COVERAGE_FILE": f"{place}/data", "MUON_CONTEXTS": "test_function"}
     words = [*PYTEST.split(), f"--junitxml={place}/tests.xml"]
-    return tests.run_measured(Path(sys.executable), words, ROOT)
+    return run_measured(words)
 
 
 class Test(NamedTuple):

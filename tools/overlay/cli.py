@@ -1,22 +1,19 @@
 """The commands. The docstring of each is its help."""
 
 import argparse
+import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import env, files, git, package, parts, payload, tests, versions
-from .checkout import Checkout
+from . import env, layer, package, payload, versions
+from .checkout import Checkout, opened
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
-from .target import words
-from .wheel import find_interpreter, find_wheel, Wheel
 
 
 CODES = """\
@@ -31,34 +28,35 @@ a PyTorch checkout or an installed torch.
 start here: python setup_overlay.py verify
 examples: docs/install.md, CONTRIBUTING.md
 """
+TIME = "fifteen minutes on two cores"  # of all tests, as the README says, too
+# On another interpreter: the optimizer's tests, why some are skipped, and what they import.
+ELSEWHERE = ["-rs", "test/optim", "test/distributed/optim"]
+NEEDS = ["pytest", "expecttest", "numpy"]
 TEST = "test/distributed/optim/test_muon.py"
-FEW = 5  # more files than these are counted, not named
 
 
-def _value(metavar: str, words: str, **more: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "help": words} | more
+def _value(metavar: str, words: str, default: str | None = None) -> dict[str, Any]:
+    return {"metavar": metavar, "help": words, "default": default}
 
 
 def _flag(words: str) -> dict[str, Any]:
     return {"action": "store_true", "help": words}
 
 
-OUT = "the folder for what is written (default: out)"
 # One meaning for each.
 OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
     "--python": _value("EXE", "an interpreter"),
-    "--out": _value("DIR", OUT, default="out"),
+    "--out": _value(
+        "DIR", "the folder for what is written (default: out)", default="out"
+    ),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
-    "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
-    "--commit": _flag("nothing: a checkout always gets commits"),
     "--force": _flag(
-        "go on with a torch that is not supported, without patches that do not fit"
+        "go on with an untested torch, and without patches that do not fit"
     ),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
     "--frameworks": _flag("with the frameworks of docs/frameworks.md"),
-    "--dry-run": _flag("say what would be done, write nothing"),
 }
 COMMANDS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
 
@@ -90,67 +88,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout | Wheel:
-    """The one that is named, the current folder, or the environment's torch."""
-    python, where = args.python, args.checkout
+@contextlib.contextmanager
+def _target(
+    args: argparse.Namespace, *, writes: bool = False
+) -> Iterator[Checkout | layer.Installed]:
+    """The named target, or the current folder. Commands that only read may take the environment."""
+    python, where = getattr(args, "python", None), args.checkout
     if python and where:
         raise WrongTarget("one target at a time: --checkout DIR or --python EXE")
-    if python:
-        return find_wheel(python)
     marks = (".git", "version.txt", "torch/__init__.py")
-    if where or all(Path(mark).exists() for mark in marks):
-        return Checkout(where or ".")
-    if environment:
-        return find_wheel(env.existing_python(ROOT), with_path=False)
-    raise WrongTarget("name the target: --checkout DIR or --python EXE")
+    if python:
+        yield layer.find(python, ROOT)
+    elif where or all(Path(mark).exists() for mark in marks):
+        with opened(where or ".", ROOT, writes=writes) as checkout:
+            yield checkout
+    elif writes or "python" not in args:
+        raise WrongTarget("name the target: --checkout DIR or --python EXE")
+    else:
+        yield layer.find(env.existing_python(ROOT), ROOT, with_path=False)
 
 
-def _show(rels: list[str], done: str) -> None:
-    if len(rels) > FEW:
-        folders = Counter(rel.split("/")[0] for rel in rels)
-        where = ", ".join(f"{number} in {name}/" for name, number in folders.items())
-        rels = [f"{len(rels)} files: {where}"]
-    for rel in rels:
-        print(done, rel)
-
-
-@command("--torch", "--dry-run")
+@command("--torch")
 def _env(args: argparse.Namespace) -> None:
     """Make .venv (another version: .venv-VERSION), or find it, and apply the overlay to it."""
-    env.ensure(ROOT, args.torch, dry=args.dry_run)
+    env.ensure(ROOT, args.torch)
 
 
-def _start(args: argparse.Namespace, words: list[str], where: Path = ROOT) -> int:
-    """Have the interpreter of --python run these words, or the environment's."""
-    given = vars(args)
-    elsewhere, frameworks = given.get("python"), given.get("frameworks", False)
-    options = {"frameworks": frameworks, "dry": args.dry_run}
-    python = elsewhere or env.ensure(ROOT, given.get("torch"), **options)
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), *words])}")
-        return 0
-    if elsewhere:
-        return tests.run_elsewhere(elsewhere, words, ROOT)
-    if given.get("coverage"):
-        return tests.run_measured(python, args.extra, ROOT)
-    return env.run_in(python, words, where)
-
-
-@command("--torch", "--dry-run")
+@command("--torch")
 def _verify(args: argparse.Namespace) -> int:
     """Train a small GPT with 4 processes against one.
 
     Other options go to examples/compare_gpt.py, for instance --steps and --processes.
     """
+    python = env.ensure(ROOT, args.torch)
     words = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
-    code = _start(args, words, Path.cwd())
+    code = env.run_in(python, words, Path.cwd())
     passed = "passed: training with distributed Muon agrees with one process"
-    if not args.dry_run:
-        print(f"verify {f'failed with exit code {code}' if code else passed}")
+    print(f"verify {f'failed with exit code {code}' if code else passed}")
     return code
 
 
-@command("--torch", "--python", "--coverage", "--frameworks", "--dry-run")
+@command("--torch", "--python", "--coverage", "--frameworks")
 def _test(args: argparse.Namespace) -> int:
     """Run the tests with the environment's pytest.
 
@@ -162,13 +140,18 @@ def _test(args: argparse.Namespace) -> int:
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
     if alone and not any(word.startswith(("test/", "/")) for word in extra):
-        folders = tests.ELSEWHERE if args.python else ["test/frameworks"]
-        extra = [*folders, *extra]
-    args.coverage |= not extra
-    return _start(args, ["-m", "pytest", *extra])
+        extra = [*(ELSEWHERE if args.python else ["test/frameworks"]), *extra]
+    if args.python:
+        return _run_elsewhere(args.python, ["-m", "pytest", *extra])
+    python = env.ensure(ROOT, args.torch, frameworks=args.frameworks)
+    if not extra:
+        print(f"running all tests: {TIME}", flush=True)
+    is_measured = args.coverage or not extra
+    module = "tools.coverage" if is_measured else "pytest"
+    return env.run_in(python, ["-m", module, *extra], ROOT)
 
 
-@command("--python", "--out", "--dry-run")
+@command("--python", "--out")
 def _gpu(args: argparse.Namespace) -> int:
     """Test and measure Muon on this machine's GPUs, and write a page: gpu.md and gpu.json.
 
@@ -176,152 +159,114 @@ def _gpu(args: argparse.Namespace) -> int:
     options go to tools/bench/gpu, for instance --only with names of stages.
     --python: on the torch of EXE with the overlay, which changes no file there.
     """
-    name = ["--overlay", payload.name(ROOT) or "(no git)"]
-    return _start(args, ["-m", "tools.bench.gpu", str(args.out), *name, *args.extra])
+    name = payload.name(ROOT) or "(no git)"
+    words = ["-m", "tools.bench.gpu", str(args.out), "--overlay", name, *args.extra]
+    if args.python:
+        return _run_elsewhere(args.python, words)
+    return env.run_in(env.ensure(ROOT, None), words, ROOT)
 
 
-@command("--checkout", "--python", "--commit", "--force", "--dry-run")
+def _run_elsewhere(python: str, words: list[str]) -> int:
+    installed = layer.find(python, ROOT)
+    code = f"from importlib.util import find_spec\nprint(*[n for n in {NEEDS} if not find_spec(n)], '')"
+    missing = layer.ask_python(installed.python, code).strip()
+    if "pytest" in words and missing:
+        first = f"{installed.quoted} -m pip install {missing}"
+        raise WrongTarget(f"{python} lacks packages:\n  {first}")
+    with installed.temporary() as variables:
+        return env.run_in(installed.python, words, ROOT, variables)
+
+
+@command("--checkout", "--python", "--force")
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
 
-    A checkout gets commits, as from `git am`. Writes all files or none, and never a file with
-    changes of yours.
+    A checkout gets commits, as from `git am`. An installed torch gets a folder next to it, which
+    Python finds first. Neither loses changes of yours.
     """
-    _change(args, "applied to", "has the overlay already", force=args.force)
+    with _target(args, writes=True) as target:
+        print(target.apply(force=args.force))
 
 
-@command("--checkout", "--python", "--commit", "--dry-run")
+@command("--checkout", "--python")
 def _revert(args: argparse.Namespace) -> None:
-    """Restore the stock files.
+    """Take the overlay out again.
 
-    In a checkout, this is a commit. Also removes the compiled parts of `rebuild --mode wheel`.
+    In a checkout, this is a commit. Also removes the links of `rebuild --mode wheel`.
     """
-    _change(args, "reverted", "has no overlay")
-
-
-def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> None:
-    target = _target(args)
-    with target.held():
-        do = getattr(target, args.command)
-        report = do(ROOT, dry=args.dry_run, **more)
-    for line in report.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
-    for verb, rels in zip(verbs, (report.written, report.removed)):
-        _show(rels, verb)
-    for line in report.words:
-        print(line)
-    if not (report.changes or report.words):
-        print(f"{target.words} {nothing}; nothing to do")
-    elif report.changes and not args.dry_run:
-        print(f"{done} {target.words}")
-
-
-@command("--checkout", "--mode", "--python", "--dry-run")
-def _rebuild(args: argparse.Namespace) -> None:
-    """Make a checkout importable.
-
-    Both modes take the interpreter of --python (default: python on PATH, that of the active environment).
-    source: upstream's editable build, into the environment of the interpreter.
-    wheel: the compiled parts of its torch, which has the checkout's version; no compiler is needed, and
-    `revert` removes them.
-    """
-    checkout = Checkout(args.checkout or ".")
-    tree = checkout.tree
-    if not args.python and not shutil.which("python"):
-        raise WrongTarget(
-            "no python on PATH: activate an environment, or pass --python EXE"
-        )
-    python = find_interpreter(args.python or "python")
-    if args.mode == "source":
-        build = ["pip", "install", "--no-build-isolation", "-v", "-e", "."]
-        if args.dry_run:
-            if parts.are_lent(tree):
-                print("would remove the compiled parts of another torch")
-            command = shlex.join([str(python), "-m", *build])
-            print(f"would run cd {tree.quoted} && {command}")
-            return
-        with checkout.held():
-            parts.remove(tree)
-            env.run_tool(python, build, tree.root)
-        return
-    wheel = find_wheel(python)
-    here, there = map(str, (checkout.version, wheel.version))
-    if versions.release(there) != versions.release(here):
-        raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
-    if args.dry_run:
-        print(f"would take the compiled parts of {wheel.words} into {checkout.words}")
-        return
-    with checkout.held():
-        with wheel.held():
-            print(f"import torch gives {parts.lend(tree, wheel)}\nuse it:")
-        test = f" {TEST}" * (tree.root / TEST).is_file()
-        python = shlex.quote(str(wheel.python))
-        print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
+    with _target(args, writes=True) as target:
+        print(target.revert())
 
 
 @command("--checkout", "--python")
 def _status(args: argparse.Namespace) -> None:
     """Say which overlay a target (default: the environment) has, and what differs."""
-    print(words(_target(args, environment=True).status(ROOT)))
+    with _target(args) as target:
+        print(target.status())
 
 
-@command("--checkout", "--python")
+@command("--checkout")
 def _diff(args: argparse.Namespace) -> None:
-    """Show what `apply` would change, as a patch."""
-    plan = _target(args, environment=True).plan(ROOT)
-    for misfit in plan.misfits.values():
-        print(f"warning: {misfit}", file=sys.stderr)
-    changes = plan.changes(plan.wanted)
-    now = {rel: plan.now[rel] for rel in changes}
-    sys.stdout.buffer.write(git.difference(now, changes))
+    """Show what `apply` would change in a checkout, as a patch."""
+    with _target(args) as target:
+        sys.stdout.buffer.write(target.diff())
 
 
-@command("--checkout", "--dry-run")
-def _pull(args: argparse.Namespace) -> int:
-    """Merge edits made in a checkout into the files and patches of this repository.
-
-    Lines that both sides edited get conflict markers.
-    """
-    target = Checkout(args.checkout or ".")
-    with target.held(), files.held(ROOT):
-        taken, both, missing = target.pull(ROOT, dry=args.dry_run)
-    for rel in taken:
-        print("would take" if args.dry_run else "took", rel)
-        if rel.startswith(payload.PATCHES):
-            print(f"  it fits torch {target.version}; `env --torch` tries others")
-    for rel in missing:
-        print(f"{rel} is missing there; delete it here, too, if you meant that")
-    if both:
-        print("conflicts, with markers in this repository:", *both, sep="\n  ")
-        print(target.dropping())
-    elif not taken:
-        print(f"nothing to take: {target.words} has no other edits of the overlay")
-    return bool(both)
-
-
-@command("--checkout", "--out", "--stack", "--force", "--dry-run")
+@command("--checkout", "--force", "--out")
 def _export(args: argparse.Namespace) -> None:
-    """Write the overlay as a git am series for the newest commit without the overlay."""
-    target, out = Checkout(args.checkout or "."), args.out
-    with target.held():
-        options = {"stack": args.stack, "force": args.force, "dry": args.dry_run}
-        mails, base, lacks = target.export(ROOT, out, **options)
-    for each in lacks:
-        print(f"warning: {each}", file=sys.stderr)
-    print(*mails, sep="\n")
-    print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
+    """Write the overlay as mails for `git am`, one for each of its commits."""
+    with _target(args) as target:
+        print(target.export(args.out, force=args.force))
 
 
-@command("--out", "--dry-run")
+@command("--checkout")
+def _pull(args: argparse.Namespace) -> None:
+    """Merge edits of the overlay that were made in a checkout into this repository.
+
+    Committed edits and others. git merges them, and leaves the commit to you.
+    """
+    with _target(args) as target:
+        print(target.pull())
+
+
+@command("--checkout", "--mode", "--python")
+def _rebuild(args: argparse.Namespace) -> None:
+    """Make a checkout importable.
+
+    Both modes take the interpreter of --python (default: python on PATH, that of the active environment).
+    source: upstream's editable build, into the environment of the interpreter.
+    wheel: links to the compiled parts of its torch, which has the checkout's version; no compiler is
+    needed, and `revert` removes the links.
+    """
+    python = layer.find_interpreter(args.python or "python")
+    with opened(args.checkout or ".", ROOT) as checkout:
+        if args.mode == "source":
+            checkout.give_back()
+            build = ["pip", "install", "--no-build-isolation", "-v", "-e", "."]
+            env.run_tool(python, build, checkout.root)
+            return
+        installed = layer.find(python, ROOT)
+        here, there = checkout.version, installed.version or "0.0"
+        if versions.release(there) != versions.release(here):
+            raise WrongTarget(
+                f"{installed.words} is not of the checkout's version: {here}"
+            )
+        checkout.borrow(installed.torch)
+        code = f"import sys; sys.path.insert(0, {str(checkout.root)!r})\n"
+        code += "import torch.optim; print(torch.__file__)"
+        print(f"import torch gives {layer.ask_python(python, code)}\nuse it:")
+        test = f" {TEST}" * (checkout.root / TEST).is_file()
+        words = f"PYTHONPATH={checkout.quoted} {shlex.quote(str(python))}{test}"
+        print(f"  cd {checkout.quoted} && {words}")
+
+
+@command("--out")
 def _wheel(args: argparse.Namespace) -> None:
-    """Build a package that changes no file of torch: `from distributed_muon import Muon`.
+    """Build a package that changes no torch: `from distributed_muon import Muon`.
 
     It has the overlay's files under names of its own.
     """
-    place = package.write(ROOT, args.out, dry=args.dry_run)
-    words = "would write" if args.dry_run else "pip install"
-    print(f"{words} {shlex.quote(str(place))}")
+    print(f"pip install {shlex.quote(str(package.write(ROOT, args.out)))}")
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -346,8 +291,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    # A `timeout` around this command then also ends what it started, and a
-    # half-done write is undone.
+    # A `timeout` around this command then also ends what it started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.stdout.reconfigure(errors="backslashreplace")  # a path of another encoding
     try:

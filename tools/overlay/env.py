@@ -1,4 +1,4 @@
-"""This repository's virtual environment with an overlaid torch."""
+"""This repository's virtual environments, and the programs that run in them."""
 
 import contextlib
 import json
@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import files, payload, versions
+from . import layer, payload, versions
 from .errors import Refused, WorkFailed, WrongTarget
-from .wheel import find_wheel, plain_environment
 
 
 # The tests, the examples and verify import these and torch. The linter checks them.
@@ -30,14 +29,6 @@ FRAMEWORKS = (
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
-
-
-def full(version: str | None) -> str:
-    """2.13 is 2.13.0: one version has one environment."""
-    version = version or versions.PINNED
-    if not versions.supported(version):
-        raise WrongTarget(f"torch {version} is not supported: {versions.SUPPORTED}")
-    return version + ".0" * (version.count(".") < 2)
 
 
 def python_of(env: Path) -> Path:
@@ -68,49 +59,42 @@ def mark(env: Path, packages: list[str]) -> None:
     (env / MARKER).write_text(json.dumps({"packages": packages}) + "\n")
 
 
-def ensure(
-    root: Path, version: str | None, *, frameworks: bool = False, dry: bool = False
-) -> Path:
+def ensure(root: Path, version: str | None, *, frameworks: bool = False) -> Path:
     """Find or make the environment, apply the overlay to it, return its Python."""
-    version = full(version)
+    version = versions.full(version)
     kind = f"-{version}" * (version != versions.PINNED) + "-frameworks" * frameworks
     env, packages = root / f".venv{kind}", [*PACKAGES, *FRAMEWORKS * frameworks]
-    # Not the lock of the environment's own folder, which comes and goes.
-    with files.held(root):
-        # Our marker is written first, so a folder without it is somebody's.
-        if env.exists() and not (env / MARKER).exists() and any(env.iterdir()):
-            raise Refused(f"{env} was not made by this tool. Move it away")
-        ready = is_ready(env)
+    python = python_of(env)
+    # Our marker is written first, so a folder without it is somebody's.
+    if env.exists() and not (env / MARKER).exists() and any(env.iterdir()):
+        raise Refused(f"{env} was not made by this tool. Move it away")
+    if is_ready(env):
+        print(f"found {env}", flush=True)
+    else:
         size = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
-        print(f"found {env}" if ready else f"making {env}: {size}", flush=True)
-        if dry:
-            return python_of(env)
-        if not ready:
-            shutil.rmtree(env, ignore_errors=True)
-            env.mkdir()
-            mark(env, [])
-            # The base interpreter: it outlives an environment that this may run in.
-            base = getattr(sys, "_base_executable", None) or sys.executable
-            run_tool(base, ["venv", str(env)], root)
-        if _packages(env) != packages:
-            mark(env, [])
-            # torch takes minutes, which pip shows. The others are many.
-            for words in [f"torch=={version}"], ["-qq", *packages]:
-                pip = ["pip", "install", "--no-input", "--disable-pip-version-check"]
-                run_tool(python_of(env), [*pip, *words], env)
-            mark(env, packages)
-        target = find_wheel(python_of(env), with_path=False)
-        # Its user may have changed it.
-        if versions.release(target.version or "0.0") != versions.release(version):
-            raise Refused(
-                f"{env} was made with torch {version} and has torch {target.version} now. "
-                "Remove that folder, and it is made again; `--torch VERSION` makes another."
-            )
-        with target.held():
-            count = len(target.apply(root).changes)
-        done = f"applied (files changed: {count})" if count else "in place already"
-        print(f"torch {target.version}: overlay {done}\nits Python is {target.python}")
-    return target.python
+        print(f"making {env}: {size}", flush=True)
+        shutil.rmtree(env, ignore_errors=True)
+        env.mkdir()
+        mark(env, [])
+        # The base interpreter: it outlives an environment that this may run in.
+        base = getattr(sys, "_base_executable", None) or sys.executable
+        run_tool(base, ["venv", str(env)], root)
+    if _packages(env) != packages:
+        mark(env, [])
+        # torch takes minutes, which pip shows. The others are many.
+        for words in [f"torch=={version}"], ["-qq", *packages]:
+            pip = ["pip", "install", "--no-input", "--disable-pip-version-check"]
+            run_tool(python, [*pip, *words], env)
+        mark(env, packages)
+    installed = layer.find(python, root, with_path=False)
+    # Its user may have changed it.
+    if versions.release(installed.version or "0.0") != versions.release(version):
+        raise Refused(
+            f"{env} was made with torch {version} and has torch {installed.version} now. "
+            "Remove that folder, and it is made again; `--torch VERSION` makes another."
+        )
+    print(installed.apply(live=True), flush=True)
+    return python
 
 
 def run_tool(python: str | Path, words: list[str], cwd: Path) -> None:
@@ -124,11 +108,11 @@ def run_tool(python: str | Path, words: list[str], cwd: Path) -> None:
 
 
 def run_in(
-    python: Path, args: list[str], root: Path, variables: dict[str, str] | None = None
+    python: Path, words: list[str], cwd: Path, variables: dict[str, str] | None = None
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
-    env = plain_environment() | (variables or {})
-    with subprocess.Popen([str(python), *args], cwd=root, env=env) as process:
+    env = layer.plain_environment() | (variables or {})
+    with subprocess.Popen([str(python), *words], cwd=cwd, env=env) as process:
         try:
             while True:
                 # The child got it too, and ends in its own way.

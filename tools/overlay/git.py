@@ -1,145 +1,139 @@
-"""Runs git without prompts, pager or colour, and raises an error in words."""
+"""Runs git, without the settings that would change what a command writes or prints."""
 
-import contextlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import files
-from .errors import WorkFailed, WrongTarget
+from .errors import Refused, WorkFailed, WrongTarget
 
 
-# Variables of the user's shell that git may see: who commits, and how to reach a server.
-# Everything else would redirect a command, or change what it reads or writes.
-_THEIRS = re.compile(
-    r"(?!GIT_)|GIT_(AUTHOR|COMMITTER|SSH|SSL|HTTP|ASKPASS|EXEC_PATH|TEST|ALLOW_PROTOCOL"
+# Of git's variables, a command gets those that say who commits and how to reach a server.
+# The others would redirect it, for instance to the index of a hook that runs this tool.
+_KEPT = re.compile(
+    r"(?!GIT_)|GIT_(AUTHOR|COMMITTER|SSH|SSL|HTTP|ASKPASS|EXEC_PATH|ALLOW_PROTOCOL"
     r"|CONFIG_(GLOBAL|SYSTEM|NOSYSTEM))"
 )
-# Settings that would do the same. (A file system monitor would outlive the command
-# and keep its lock.)
+# A file system monitor would outlive the command.
 _SETTINGS = (
-    "core.fsmonitor=false", "core.safecrlf=false", "log.follow=false",
-    "log.showSignature=false", "log.showRoot=true", "diff.orderFile=/dev/null",
-    "index.sparse=false", "log.diffMerges=separate", "user.useConfigOnly=true",
+    "core.fsmonitor=false", "core.safecrlf=false", "log.showSignature=false",
+    "log.follow=false", "log.showRoot=true", "diff.orderFile=/dev/null",
+    "diff.noprefix=false", "diff.mnemonicPrefix=false", "index.sparse=false",
+    "merge.verifySignatures=false", "format.attach=", "user.useConfigOnly=true",
 )  # fmt: skip
-# In a scratch folder, no setting of the user counts.
-ALONE = dict.fromkeys(("GIT_CONFIG_GLOBAL", "XDG_CONFIG_HOME"), os.devnull)
-ALONE |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
 
 
 def git(
     where: Path,
-    *args: str,
-    data: bytes | None = None,
-    check: bool = True,
+    *words: str,
+    data: bytes = b"",
     env: dict[str, str] | None = None,
+    check: bool = True,
 ) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
         raise WrongTarget("git is not on PATH; install git and try again")
-    keep = {k: v for k, v in os.environ.items() if _THEIRS.match(k)}
-    keep |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
-    # git would find a work tree that the temporary folders are in.
-    keep["GIT_CEILING_DIRECTORIES"] = str(where.parent)
+    variables = {name: v for name, v in os.environ.items() if _KEPT.match(name)}
+    variables |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
     command = ["git", "-C", str(where), "--literal-pathspecs"]
-    command += [word for setting in _SETTINGS for word in ("-c", setting)]
+    for setting in _SETTINGS:
+        command += ["-c", setting]
     process = subprocess.Popen(
-        [*command, *args],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
-        env=keep | (env or {}),
-        # A killed git would leave its lock files. In a session of its own, git ends
-        # its work when this process is killed; the lock is passed on by close_fds.
+        [*command, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=variables | (env or {}),
+        # A killed git leaves its lock. In a session of its own, it ends its work when this
+        # process is killed.
         start_new_session=True,
-        close_fds=False,
     )
     try:
-        out, words = process.communicate(data)
+        out, errors = process.communicate(data)
     except BaseException:
-        process.terminate()  # git removes its lock files
+        process.terminate()  # git removes its lock
         process.wait()
         raise
     if check and process.returncode:
-        message = words.decode(errors="replace").strip()
-        raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {message}")
-    return subprocess.CompletedProcess(args, process.returncode, out, words)
+        message = errors.decode(errors="replace").strip()
+        raise WorkFailed(f"git {words[0]} failed in {where}: {message}")
+    return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 
-def works(where: Path, *args: str, **options: Any) -> bool:
-    return git(where, *args, check=False, **options).returncode == 0
+def ask(where: Path, *words: str, **options: Any) -> str:
+    """The output, without white space around it."""
+    out = git(where, *words, **options).stdout
+    return out.decode(errors="surrogateescape").strip()
 
 
-def text(where: Path, *args: str, check: bool = False, **options: Any) -> str:
-    """Output of a command; empty if it fails."""
-    done = git(where, *args, check=check, **options)
-    return done.stdout.decode(errors="replace").strip()
+def names(where: Path, *words: str, **options: Any) -> list[str]:
+    """The output of a command with ``-z``."""
+    out = git(where, *words, **options).stdout.decode(errors="surrogateescape")
+    return out.split("\0")[:-1]
 
 
-def is_shallow(where: Path) -> bool:
-    return text(where, "rev-parse", "--is-shallow-repository") == "true"
+def tree(where: Path, commit: str, *paths: str, **options: Any) -> dict[str, str]:
+    """Path -> blob of the files in a commit or tree."""
+    blobs = {}
+    for line in names(where, "ls-tree", "-r", "-z", commit, "--", *paths, **options):
+        kind, _, path = line.partition("\t")
+        blobs[path] = kind.split()[2]
+    return blobs
 
 
-def object_format(commit: str) -> str:
-    """The hash that names this commit. Older versions of git cannot be asked."""
-    return "sha256" if len(commit) == 64 else "sha1"
-
-
-def lines(where: Path, *args: str, **options: Any) -> list[str]:
-    """Output of a ``-z`` command, one entry per name."""
-    out = git(where, *args, **options).stdout.decode(errors="surrogateescape")
-    return [name for name in out.split("\0") if name]
-
-
-def texts(
-    where: Path, commit: str, rels: list[str], **options: Any
-) -> dict[str, bytes | None]:
-    """The texts of those paths at a commit (empty: in the index; None: no file)."""
-    asked = os.fsencode("".join(f"{commit or ':0'}:{rel}\n" for rel in rels))
+def texts(where: Path, objects: list[str], **options: Any) -> list[bytes | None]:
+    """The texts of blobs (or COMMIT:PATH); None: there is no such file."""
+    asked = os.fsencode("".join(f"{name}\n" for name in objects))
     out = git(where, "cat-file", "--batch", data=asked, **options).stdout
-    by_path: dict[str, bytes | None] = {}
-    for rel in rels:
+    found: list[bytes | None] = []
+    for _ in objects:
         head, _, out = out.partition(b"\n")
-        kind, size = head.split()[-2:]
-        is_blob = kind == b"blob" and size.isdigit()
-        by_path[rel] = out[: int(size)] if is_blob else None
-        out = out[int(size) + 1 :] if size.isdigit() else out
-    return by_path
+        size = head.split()[-1]
+        if not size.isdigit():
+            found.append(None)
+            continue
+        found.append(out[: int(size)])
+        out = out[int(size) + 1 :]
+    return found
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    # An older version of this tool deletes each muon-overlay-* that it finds there.
-    with tempfile.TemporaryDirectory(prefix="distributed-muon-") as name:
-        yield Path(name).resolve()
+def changes(where: Path, *words: str) -> list[tuple[str, str, str]]:
+    """(path, blob before, blob after) of each change that ``git log`` or ``diff-tree`` lists."""
+    raw = names(
+        where, *words[:1], "--raw", "-z", "--no-abbrev", "--no-renames", *words[1:]
+    )
+    found = []
+    for head, path in zip(raw[::2], raw[1::2]):
+        before, after = head.split()[2:4]
+        found.append((path, before, after))
+    return found
 
 
-def put(folder: Path, texts: files.Texts) -> None:
-    """Write the texts below a scratch folder."""
-    folder.mkdir(exist_ok=True)
-    for rel, content in texts.items():
-        if content is not None:
-            (folder / rel).parent.mkdir(parents=True, exist_ok=True)
-            (folder / rel).write_bytes(content)
+def lend(
+    source: Path,
+    place: Path,
+    blobs: set[str],
+    *,
+    source_env: Any = None,
+    env: Any = None,
+) -> None:
+    """Copy blobs from one repository into another."""
+    asked = "".join(f"{blob}\n" for blob in sorted(blobs)).encode()
+    words = ("pack-objects", "-q", "--stdout")
+    pack = git(source, *words, data=asked, env=source_env).stdout
+    git(place, "unpack-objects", "-q", data=pack, env=env)
 
 
-def difference(before: files.Texts, after: files.Texts, *more: str) -> bytes:
-    """The patch from one set of texts to another."""
-    with scratch() as folder:
-        put(folder / "a", before)
-        put(folder / "b", after)
-        command = ("diff", "--no-index", "--no-prefix", "--no-renames", *more, "a", "b")
-        return git(folder, *command, check=False, env=ALONE).stdout
-
-
-def merged(ours: bytes, base: bytes, theirs: bytes, *more: str) -> tuple[bytes, bool]:
-    """Both sides' edits of ``base`` in one text, and whether no two overlap."""
-    with scratch() as folder:
-        put(folder, {"this repository": ours, "base": base, "the checkout": theirs})
-        command = ("merge-file", "-p", *more, "this repository", "base", "the checkout")
-        done = git(folder, *command, check=False, env=ALONE)
-        if done.returncode > 127:  # it merges no binary files
-            return ours, False
-        return done.stdout, done.returncode == 0
+def refuse_unfinished(where: Path) -> None:
+    """Raise if somebody is in the middle of a merge or rebase there."""
+    folder = Path(ask(where, "rev-parse", "--absolute-git-dir"))
+    for name in (
+        "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply",
+    ):  # fmt: skip
+        if (folder / name).exists():
+            raise Refused(
+                f"git has unfinished work in {where} ({name}): finish or abort it"
+            )
+    if names(where, "ls-files", "--unmerged", "-z"):
+        raise Refused(f"git has unmerged files in {where}: resolve or reset them")

@@ -5,6 +5,8 @@ that come with it are in there. One module is not in the patch: ``combined`` mak
 optimizers, of whatever kind.
 """
 
+import base64
+import hashlib
 import io
 import re
 import time
@@ -13,9 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import files, git, payload, versions
+from . import git, payload, versions
 from .errors import WrongTarget
-from .wheel import record_hash
 
 
 NAME = "distributed_muon"
@@ -80,7 +81,7 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
 
 
 class _Build(NamedTuple):
-    """What names a package: a commit of this repository, and whether files differ from it."""
+    """A package is named by a commit of this repository, and by whether files differ from it."""
 
     commit: str
     when: time.struct_time
@@ -88,9 +89,9 @@ class _Build(NamedTuple):
 
     @classmethod
     def of(cls, root: Path, name: str) -> "_Build":
-        commit = name.removesuffix(payload.DIRTY)
-        seconds = git.text(root, "show", "-s", "--format=%ct", commit)
-        others = git.text(root, "status", "--porcelain", "--", *_OTHERS)
+        commit = name.removesuffix("-dirty")
+        seconds = git.ask(root, "show", "-s", "--format=%ct", commit)
+        others = git.ask(root, "status", "--porcelain", "--", *_OTHERS)
         return cls(commit, time.gmtime(int(seconds)), commit != name or bool(others))
 
     @property
@@ -102,13 +103,16 @@ class _Build(NamedTuple):
         return release + f"+g{self.commit[:12]}.dirty" * self.is_dirty
 
 
-def _modules(source: payload.Source, version: str) -> dict[str, bytes]:
+def _modules(root: Path, version: str) -> dict[str, bytes]:
     """The modules of ``torch.optim`` under the package's names."""
     texts = {}
-    ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
+    ours = {}
+    for path, file in payload.files(root).items():
+        if path.startswith(_HOME):
+            ours[path.removeprefix(_HOME)] = file
     private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
-    for place, rel in ours.items():
-        text = _renamed(source.whole[rel].decode(), place, sorted(private))
+    for place, file in ours.items():
+        text = _renamed(file.read_text(), place, sorted(private))
         if place == "muon.py":
             place = "__init__.py"
             # Type checkers take no other name for exported.
@@ -129,18 +133,23 @@ def _metadata(root: Path, build: _Build) -> str:
     )
 
 
-def write(root: Path, out: Path, *, dry: bool = False) -> Path:
+def record_hash(text: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest())
+    return "sha256=" + digest.rstrip(b"=").decode()
+
+
+def write(root: Path, out: Path) -> Path:
     """Write the wheel there. One commit gives the same bytes everywhere."""
-    source = payload.read(root)
-    payload.refuse_markers(source)
-    if source.name is None:
+    name = payload.name(root)
+    if name is None:
         raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
-    build = _Build.of(root, source.name)
+    payload.refuse_conflicts(root)
+    build = _Build.of(root, name)
     info = f"{NAME}-{build.version}.dist-info"
     texts = {
         f"{NAME}/py.typed": b"",
         f"{NAME}/combined.py": (root / _COMBINED).read_bytes(),
-        **_modules(source, build.version),
+        **_modules(root, build.version),
         f"{info}/licenses/LICENSE": (root / "LICENSE").read_bytes(),
         f"{info}/METADATA": _metadata(root, build).encode(),
         f"{info}/WHEEL": _WHEEL.encode(),
@@ -155,6 +164,6 @@ def write(root: Path, out: Path, *, dry: bool = False) -> Path:
             entry.create_system, entry.external_attr = 3, 0o100644 << 16  # Unix
             wheel.writestr(entry, text)
     place = out / f"{NAME}-{build.version}-py3-none-any.whl"
-    if not dry:
-        files.write({place: packed.getvalue()}, root / "LICENSE", out)
+    out.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(packed.getvalue())
     return place

@@ -1,114 +1,163 @@
-"""This repository's files for PyTorch."""
+"""This repository's files for PyTorch, and the texts that they had before."""
 
-import hashlib
-import os
 import re
 import shlex
 import sys
-from pathlib import Path, PurePosixPath
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 from . import git
 from .errors import Refused, WrongTarget
 
 
-ROOT = Path(__file__).resolve().parents[2]  # of this repository
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = shlex.join([sys.executable, str(ROOT / "setup_overlay.py")])
-ROOTS = ("torch", "test/optim", "test/distributed/optim")
-TOPS = tuple(f"{top}/" for top in ROOTS)
-PATCHES = "patches"
-DIRTY = "-dirty"
-# A patch has a sign before them.
-_MARKERS = re.compile(rb"(?m)^[+ ]?(<{7}|>{7}) ")
+# A file below these folders is in PyTorch under the same path.
+FOLDERS = ("torch", "test/optim", "test/distributed/optim")
+MUON = "torch/optim/_muon.py"
+# Hunks for files that upstream owns. The first is also a mail for upstream.
+PATCHES = re.compile(r"patches/(upstream/0001-c10d-local-groups|\d+-[^/]+)\.patch")
+_HUNKS = re.compile(
+    rb"(?ms)^--- a/(\S+)\n\+\+\+ b/\S+\n.*?(?=^--- a/|^diff --git |^-- $|\Z)"
+)
 
 
-class Source(NamedTuple):
-    whole: dict[str, bytes]  # path in PyTorch -> text
-    patches: dict[str, bytes]  # name in patches/ -> text
-    name: str | None  # this repository's commit; None: no git here
+class Hunks(NamedTuple):
+    """The lines that one patch changes in a file of PyTorch."""
+
+    path: str
+    patch: str  # the file of this repository
+    text: bytes
 
 
-def sha256(text: bytes | None) -> str | None:
-    return None if text is None else hashlib.sha256(text).hexdigest()
+def hunks_of(patch: str, text: bytes) -> list[Hunks]:
+    return [Hunks(m[1].decode(), patch, m[0]) for m in _HUNKS.finditer(text)]
 
 
-def is_source(rel: str) -> bool:
-    path = PurePosixPath(rel)
-    is_named = path.suffix == ".py" or path.name == "README.md"
-    return is_named and not any(part[0] == "." for part in path.parts)
+def is_source(path: str) -> bool:
+    return path.endswith((".py", "/README.md"))
 
 
-def is_muons(rel: str) -> bool:
-    """Whether a file of that name is, or would be, one that the overlay adds."""
-    is_named = "muon" in rel or "newton_schulz" in rel
-    return is_named and rel.startswith(TOPS) and is_source(rel)
+def files(root: Path) -> dict[str, Path]:
+    """Path in PyTorch -> the file here."""
+    found = {}
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*")):
+            path = file.relative_to(root).as_posix()
+            if file.is_file() and is_source(path):
+                found[path] = file
+    if MUON not in found:
+        raise WrongTarget(f"{root} has no {MUON}: it is not a whole overlay")
+    return found
 
 
-def has_markers(text: bytes) -> bool:
-    """Whether a conflict of `pull` or of git is not resolved there."""
-    return _MARKERS.search(text) is not None
-
-
-def refuse_markers(source: Source) -> None:
-    texts = source.whole | {f"{PATCHES}/{n}": t for n, t in source.patches.items()}
-    if rels := [rel for rel, text in texts.items() if has_markers(text)]:
-        lines = "".join(f"\n  {rel}" for rel in rels)
-        raise Refused(f"this repository has conflicts that are not resolved:{lines}")
-
-
-def discover(root: Path) -> dict[str, Path]:
-    """Path in PyTorch -> file here, sorted."""
-    paths = [path for top in ROOTS for path in sorted((root / top).rglob("*"))]
-    rels = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
-    if "torch/optim/_muon.py" not in rels:
-        raise WrongTarget(f"{root} has no torch/optim/_muon.py: not a whole overlay")
-    return {rel: path for rel, path in rels.items() if is_source(rel)}
-
-
-def read(root: Path) -> Source:
-    """The present files."""
-    whole = {rel: path.read_bytes() for rel, path in discover(root).items()}
-    names = sorted(path for path in (root / PATCHES).glob("*") if path.is_file())
-    return Source(whole, {p.name: p.read_bytes() for p in names}, name(root))
-
-
-def at(root: Path, commit: str) -> Source | None:
-    """The files at a commit; None if this repository does not have it."""
-    if commit.endswith(DIRTY) or not _has(root, commit):
-        return None
-    names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *ROOTS, PATCHES)
-    texts = git.texts(root, commit, git.lines(root, *names))
-    there = {rel: text for rel, text in texts.items() if text is not None}
-    whole = {rel: text for rel, text in there.items() if is_source(rel)}
-    names = (rel for rel in there if rel.startswith(f"{PATCHES}/"))
-    return Source(whole, {Path(rel).name: there[rel] for rel in names}, commit)
+def patches(root: Path) -> list[Hunks]:
+    found = []
+    for file in sorted((root / "patches").rglob("*.patch")):
+        path = file.relative_to(root).as_posix()
+        if PATCHES.fullmatch(path):
+            found += hunks_of(path, file.read_bytes())
+    return found
 
 
 def name(root: Path) -> str | None:
-    """The commit of this repository, marked if files for PyTorch differ from it."""
+    """This repository's commit, marked if files for PyTorch differ from it; None: no git here."""
     done = git.git(root, "rev-parse", "--show-toplevel", check=False)
-    if b"safe.directory" in done.stderr:
-        raise WrongTarget(done.stderr.decode(errors="replace").strip())
-    top = os.fsdecode(done.stdout).strip()
+    if b"dubious ownership" in done.stderr:  # another user's clone
+        raise WrongTarget(done.stderr.decode().strip())
+    top = done.stdout.decode().strip()
     if not top or Path(top).resolve() != root.resolve():
         return None
-    commit = git.text(root, "rev-parse", "--verify", "--quiet", "HEAD")
-    status = ("status", "--porcelain", "--untracked-files=all")
-    changed = git.text(root, *status, "--", *ROOTS, PATCHES)
-    return commit + DIRTY * bool(changed) if commit else None
+    changed = git.ask(root, "status", "--porcelain", "--", *FOLDERS, "patches")
+    return git.ask(root, "rev-parse", "HEAD") + "-dirty" * bool(changed)
 
 
-def _has(root: Path, commit: str) -> bool:
-    return git.works(root, "cat-file", "-e", f"{commit}^{{commit}}")
+def refuse_conflicts(root: Path) -> None:
+    lines = git.names(root, "ls-files", "--unmerged", "-z")
+    if lines:
+        paths = sorted({line.partition("\t")[2] for line in lines})
+        raise Refused(
+            "resolve the conflicts in this repository:\n  " + "\n  ".join(paths)
+        )
 
 
-def is_newer(root: Path, here: str | None, there: str | None) -> bool:
-    """Whether the overlay named ``there`` came after the one named ``here``."""
-    if there is None or here is None:
-        return False
-    old, new = (text.removesuffix(DIRTY) for text in (here, there))
-    later = git.works(root, "merge-base", "--is-ancestor", old, new)
-    if later or _has(root, new):
-        return later and old != new
-    # A shallow clone knows neither older commits nor newer ones.
-    return not git.is_shallow(root)
+class Ours:
+    """The overlay in this repository's git.
+
+    Its history has each text that the overlay ever had, so a checkout needs no record.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if name(root) is None:
+            raise WrongTarget(f"{root} is not a git repository: clone it")
+        self.root = root
+        self.commit = _present(root)
+        self.files = git.tree(root, self.commit, *FOLDERS)
+        self.known: dict[str, set[str]] = {}
+        patches: dict[str, str] = {}  # blob -> a path that it had
+        # A stash is no place to keep an edit for good.
+        log = ("log", "-m", "--format=", "--exclude=refs/stash", "--all", "--")
+        for path, before, after in git.changes(root, *log, *FOLDERS, "patches"):
+            if PATCHES.fullmatch(path):
+                patches[after] = path
+            elif path.startswith(FOLDERS):
+                self.known.setdefault(path, set()).update({before, after})
+        now = git.tree(root, self.commit, "patches")
+        self.patches = self._hunks(
+            {b: p for p, b in now.items() if PATCHES.fullmatch(p)}
+        )
+        # All hunks that a file may have. The longest come first: an earlier text may have a part of it.
+        self.hunks: dict[str, list[Hunks]] = {}
+        all_hunks = [*self.patches, *self._hunks(patches)]
+        for hunks in sorted(all_hunks, key=lambda hunks: -len(hunks.text)):
+            self.hunks.setdefault(hunks.path, []).append(hunks)
+
+    def _hunks(self, patches: dict[str, str]) -> list[Hunks]:
+        found = []
+        for path, text in zip(patches.values(), git.texts(self.root, [*patches])):
+            found += hunks_of(path, text or b"")
+        return found
+
+    def closest(self, wanted: dict[str, str]) -> str:
+        """The commit that has these blobs, or most of them."""
+        commits = git.ask(self.root, "rev-list", "HEAD", "--", *wanted).split()
+        listed = ("for-each-ref", "--format=%(objectname)", "refs/overlay")
+        commits += git.ask(self.root, *listed).split()
+        best, most = "HEAD", -1
+        for commit in commits:
+            blobs = git.tree(self.root, commit, *wanted)
+            same = len(blobs.items() & wanted.items())
+            if same > most:
+                best, most = commit, same
+            if same == len(wanted):
+                break
+        return best
+
+
+def _present(root: Path) -> str:
+    """HEAD, or a commit of the present files, so that their texts are known later."""
+    with tempfile.TemporaryDirectory(prefix="distributed-muon-") as folder:
+        env = {"GIT_INDEX_FILE": f"{folder}/index"}
+        for role in ("AUTHOR", "COMMITTER"):
+            env |= {
+                f"GIT_{role}_NAME": "overlay",
+                f"GIT_{role}_EMAIL": "overlay@invalid",
+            }
+        git.git(root, "read-tree", "HEAD", env=env)
+        there = [top for top in (*FOLDERS, "patches") if (root / top).exists()]
+        git.git(root, "add", "--all", "--", *there, env=env)
+        tree = git.ask(root, "write-tree", env=env)
+        ref = f"refs/overlay/{tree}"
+        for same in ("HEAD", ref):
+            if (
+                git.ask(
+                    root, "rev-parse", "-q", "--verify", f"{same}^{{tree}}", check=False
+                )
+                == tree
+            ):
+                return git.ask(root, "rev-parse", same)
+        message = "The overlay with changes that were not committed"
+        made = git.ask(root, "commit-tree", tree, "-p", "HEAD", "-m", message, env=env)
+        git.git(root, "update-ref", ref, made)
+        return made

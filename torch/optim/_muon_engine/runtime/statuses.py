@@ -161,8 +161,9 @@ class Statuses(InFlight):
         """Of the gradients and momenta that collectives of DTensor's must bring to other placements."""
         if not inputs.moves:
             return 0
+        # Moves of other groups do not count.
         moves = [inputs.moves.get(g[0].param_index, "") for g in self.gradients]
-        return zlib.crc32(repr(moves).encode())
+        return zlib.crc32(repr(moves).encode()) if any(moves) else 0
 
     def _opinions(self, inputs: StepInputs) -> list[int]:
         """A byte for each gradient; for several, if there are more of them than places."""
