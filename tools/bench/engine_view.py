@@ -24,7 +24,7 @@ def all_to_alls(optimizer: Muon) -> list[tuple]:
         ):
             received = list(receive.split_sizes)
             sent = list(send.split_sizes)
-            options = {"dtype": send.dtype, "device": engine.device}
+            options = {"dtype": ns.NS_DTYPE, "device": engine.device}
             target = torch.zeros(sum(received), **options)
             source = torch.zeros(sum(sent), **options)
             calls.append((target, source, received, sent, group))

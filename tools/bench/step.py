@@ -102,14 +102,8 @@ def _limit(
             return
         coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
         for matrix in matrices:
-            ns.newton_schulz(
-                matrix,
-                coefficients,
-                ns.DEFAULT_NS_STEPS,
-                ns.EPS,
-                "quintic",
-                ns.Products,
-            )
+            # By torch's own products.
+            ns.quintic(matrix, [coefficients] * ns.DEFAULT_NS_STEPS, ns.EPS)
 
     def exchange(repetition: int) -> None:
         for call in calls:
