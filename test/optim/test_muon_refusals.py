@@ -94,7 +94,8 @@ class TestMuonRefusals(TestCase):
             "nesterov": "no",
             "ns_coefficients": ("3.4", -4.8, 2.0),
         }
-        for (name, value), config in itertools.product(wrong_types.items(), CONFIGS):
+        cases = [*wrong_types.items(), ("ns_coefficients", (3.4, (1, 2, 3), 2.0))]
+        for (name, value), config in itertools.product(cases, CONFIGS):
             with self.subTest(name=name, config=config):
                 with self.assertRaisesRegex(TypeError, f"^{name} must be"):
                     options = {"distributed_config": config, name: value}

@@ -5,10 +5,12 @@ MUON_TEST_KILLS is the number of kills into each command.
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from overlay.conftest import append, commit_all, git, MUON, OWN, run, snapshot, tree_of
@@ -45,10 +47,11 @@ def finish(root, words, fork):
         done = run(sys.executable, root / "setup_overlay.py", *words, check=False)
         if done.code == 0:
             return
-        lock = fork / ".git/index.lock"
-        assert "index.lock" in done.err, done
+        locks = re.findall(r"'([^']*\.lock)'", done.err)
+        assert locks, done
         time.sleep(0.2)  # a git that was not killed ends
-        lock.unlink(missing_ok=True)
+        for lock in locks:
+            Path(lock).unlink(missing_ok=True)
     raise AssertionError(done)
 
 

@@ -213,7 +213,8 @@ class Checkout:
                 continue
             text = file.read_bytes()
             (new,) = git.texts(self.root, [after], env=self._env)
-            if (new or b"").startswith(text.replace(b"\r\n", b"\n")):
+            # An empty file that the commit deletes has no beginning of a new text.
+            if new and new.startswith(text.replace(b"\r\n", b"\n")):
                 removed[file] = text
                 file.unlink()
         return removed

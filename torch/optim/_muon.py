@@ -394,7 +394,8 @@ class Muon(Optimizer):
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
-            ValueError: a hyperparameter is invalid; or a flag of the ``distributed_config`` has changed.
+            TypeError: with a ``distributed_config``, an option of a parameter group has a wrong type.
+            ValueError: with a ``distributed_config``, such an option is out of range, or a flag has changed.
             RuntimeError: a gradient cannot be used; with a ``distributed_config``, ranks differ in gradients,
                 hyperparameters, parameters or their number of steps; this is a copy without its
                 ``distributed_config``; or an earlier step with a ``distributed_config`` failed.

@@ -132,7 +132,6 @@ class MuonFormulas(NamedTuple):
         # A list may change in place, which every step must notice.
         split = values["split"]
         values["split"] = _WHOLE if split is None else Split.of(split)
-        values["flatten"] = bool(values["flatten"])
         values["ns_algorithm"] = stored_ns_algorithm(values["ns_algorithm"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
@@ -187,7 +186,7 @@ class MuonFormulas(NamedTuple):
     @property
     def form(self) -> tuple[Split, bool]:
         """How a parameter becomes matrices: ``split``, ``flatten``."""
-        return self.split, self.flatten
+        return self.split, bool(self.flatten)
 
     def matrices_in(self, tensor: Tensor) -> Sequence[Tensor]:
         """The matrices in a parameter, as views. DTensors stay whole. They are of three dimensions if ``split`` has
@@ -224,7 +223,7 @@ class MuonFormulas(NamedTuple):
             if not 0.0 <= value:
                 title = "Learning rate" if name == "lr" else name.replace("_", " ")
                 raise ValueError(f"{title} should be >= 0 but is: {value}")
-        for name in ("nesterov", "foreach", "fused"):
+        for name in ("nesterov", "foreach", "fused", "flatten"):
             value = getattr(self, name)
             if value not in (None, False, True):
                 raise TypeError(f"{name} must be a bool but is {value!r}")
@@ -242,6 +241,10 @@ class MuonFormulas(NamedTuple):
     def check(self) -> None:
         """Raises TypeError or ValueError for an invalid option, and for options that do not belong together."""
         self.check_values()
+        if len({isinstance(of_step, tuple) for of_step in self.ns_coefficients}) > 1:
+            raise TypeError(
+                f"ns_coefficients must be three numbers, or a tuple for each step, but is {self.ns_coefficients!r}"
+            )
         for of_step in self.ns_coefficients:
             numbers = of_step if isinstance(of_step, tuple) else (of_step,)
             if not all(isinstance(number, (Real, Tensor)) for number in numbers):
@@ -249,11 +252,12 @@ class MuonFormulas(NamedTuple):
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
     def option_texts(self) -> dict[str, str]:
-        """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
-        return {
-            name: "a Tensor" if isinstance(value, Tensor) else str(value)
-            for name, value in self._asdict().items()
-        }
+        """The values that ranks compare, in words. The value of a Tensor on an accelerator stays there."""
+        texts = {name: str(value) for name, value in self._asdict().items()}
+        if isinstance(self.lr, Tensor):
+            value = self._readable_lr
+            texts["lr"] = "a Tensor" if value is None else f"a Tensor of {value}"
+        return texts
 
     def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""

@@ -33,6 +33,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
     full,
+    grid_of,
     mesh_of,
     R,
     S0,
@@ -68,19 +69,19 @@ class TestMuonStepMistakes(MistakesTestCase):
                 with self.everywhere():
                     self.assertEqual(after, before)
 
+    @mock.patch.object(statuses, "BYTES", 200)
     def test_mismatch_in_many_matrices(self):
-        """Gradients share places if there are more of them than bytes."""
+        """Gradients need several tables if there are more of them than bytes."""
         twins = Twins([Spec((4, 4), mesh_of(4), (S0,))] * 260)
         twins.set_gradients([259] if self.rank == 1 else [])
-        pattern = r"some have none.*parameter \d+ .*parameter 259 of shape \(4, 4\)$"
+        pattern = r"have none.* skips: parameter 259 of shape \(4, 4\)$"
         step = twins.optimizer.step
-        with mock.patch.object(statuses, "_PLACES", 200):
-            self.assertRaisesEverywhere(step, RuntimeError, pattern)
-            self.assertTrainsAlike(twins, 1)
-            as_on_an_accelerator(twins.optimizer)
-            twins.set_gradients([259] if self.rank == 1 else [])
-            step()
-            self.assertRaisesEverywhere(step, RuntimeError, pattern)
+        self.assertRaisesEverywhere(step, RuntimeError, pattern)
+        self.assertTrainsAlike(twins, 1)
+        as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients([259] if self.rank == 1 else [])
+        step()
+        self.assertRaisesEverywhere(step, RuntimeError, pattern)
 
     def test_option_of_a_wrong_type(self):
         """It failed in the middle of the step, after which this optimizer did not go on."""
@@ -103,6 +104,27 @@ class TestMuonStepMistakes(MistakesTestCase):
                     group[name] = original
                 twins.step()
                 self.assertParity(twins)
+
+    def test_option_that_is_wrong_on_one_rank(self):
+        """The others heard that it was not in their step, in all later steps. None heard of a later mismatch."""
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)]))
+        twins.step()
+        twins.set_gradients()
+        groups, step = twins.optimizer.param_groups, twins.optimizer.step
+        if self.rank == 1:
+            groups[0]["eps"] = "1e-7"
+        pattern = "eps must be a number|Their error says how"
+        self.assertRaisesEverywhere(step, (TypeError, RuntimeError), pattern)
+        groups[0]["eps"] = 1e-7
+        self.assertTrainsAlike(twins, 1)
+        twins.set_gradients([0] if self.rank == 2 else [])
+        self.assertRaisesEverywhere(step, RuntimeError, "some have none")
+
+    def test_parameter_groups_of_one_rank(self):
+        """They have the options of the other ranks."""
+        groups = [((0,), {}), ((1, 2), {})] if self.rank else None
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 3), groups=groups)
+        self.assertTrainsAlike(twins, 2)
 
     def test_failure_at_the_end_of_a_step(self):
         """The others have made that step. They wait for this rank in the next one, until the timeout."""
@@ -291,6 +313,16 @@ class TestMuonReplicas(MistakesTestCase):
                 for _ in range(2):
                     self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
+    def test_replicas_of_shards(self):
+        """Ranks 2 and 3 have the rows of ranks 0 and 1 in another order."""
+        values = distribute_tensor(full(0, (8, 6)), grid_of(2, 2), [R, S0])
+        if self.rank > 1:
+            values.to_local().copy_(values.to_local().flip(0))
+        param = nn.Parameter(values)
+        param.grad = torch.ones_like(values)
+        muon = Muon([param], distributed_config="auto")
+        self.assertRaisesEverywhere(muon.step, RuntimeError, "different values")
+
     def test_values_of_a_model_that_a_checkpoint_fills(self):
         """torch.distributed.checkpoint makes momentum by a step of zeros with a learning rate of zero."""
         muon = self.replicas()
@@ -451,7 +483,7 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         if self.rank == 1:
             alone._grad = torch.ones(4, 8).to_sparse()
         before = snapshot([shared, alone])
-        text = "parameter 1 .*sparse" if self.rank == 1 else "that this rank does not"
+        text = "parameter 1 .*sparse" if self.rank == 1 else "Their error says how"
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, text)
         self.assertEqual(snapshot([shared, alone]), before)
 
@@ -464,6 +496,22 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
             twins.params[0]._grad = torch.ones(8, 8).to_sparse()
         step = twins.optimizer.step
         self.assertRaisesEverywhere(step, RuntimeError, r"parameter 0\b")
+
+    def test_replicas_that_do_not_move(self):
+        """Only the ranks that share them wait in each step. They waited for a rank that had gone on."""
+        placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((8, 8), mesh_of(2), (R,))]
+        still = ((1,), {"lr": 0.0, "weight_decay": 0.0})
+        twins = Twins(placed, groups=[((0,), {}), still])
+        as_on_an_accelerator(twins.optimizer)
+        for _ in range(2):
+            twins.step()
+        self.assertParity(twins)
+        if self.rank == 3:
+            twins.optimizer.param_groups[0]["lr"] = 0.5
+        twins.set_gradients()
+        twins.optimizer.step()
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, "different hyperparameters")
 
     def test_partial_gradient_on_some_ranks_only(self):
         """DTensor's collective for the gradient waited for the rank without one."""

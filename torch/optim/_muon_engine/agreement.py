@@ -23,6 +23,9 @@ from . import process_groups
 from .process_groups import counters_of, device_of_group, larger_first, listed, Ranks
 
 
+# All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
+# size.
+BYTES = 2048
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
@@ -67,9 +70,9 @@ class Agreement:
 
 
 def differences(reduced: Tensor) -> Tensor:
-    """Which bytes of a reduced table ranks have different opinions of."""
-    largest, complements = reduced.short()
-    return largest + complements > 255
+    """Which bytes ranks have different opinions of, from reduced tables of shape (tables, 2, bytes)."""
+    largest, complements = reduced.short().unbind(1)
+    return (largest + complements > 255).flatten()
 
 
 @contextmanager
@@ -128,13 +131,14 @@ def _disagreement(
 ) -> Problem | None:
     """The problem of a rank of ``group``, or how their signatures differ; None if all agree. All ranks must call this."""
     digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).digest()
-    values = torch.tensor(
-        [*digest, problem is not None], dtype=torch.uint8, device="cpu"
-    )
-    table = torch.stack([values, 255 - values]).to(device_of_group(group))
+    has_problem = problem is not None
+    values = torch.zeros(BYTES, dtype=torch.uint8, device="cpu")
+    values[: len(digest)] = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
+    values[-1] = has_problem
+    table = torch.stack([values, 255 - values])[None].to(device_of_group(group))
     dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     reduced = table.cpu()
-    if not differences(reduced).any() and not reduced[0, -1]:
+    if not differences(reduced).any() and not has_problem:
         return None
     answers = all_gather_object((problem, list(shared)), group)
     for reported, _ in answers:

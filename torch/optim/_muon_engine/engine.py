@@ -42,8 +42,8 @@ class StepRunner(Protocol):
     def where(self) -> str:
         """The phase of the step that is running or failed; "" between steps."""
 
-    def share_statuses(self, step: int, inputs: StepInputs) -> str:
-        """Begins a step. Returns how ranks differ, if it waits for that."""
+    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
+        """Begins a step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank raises an error."""
 
     def bind(self, formulas: Mapping[int, Any]) -> None:
         """Prepares what stays the same between steps, for these options of each parameter group."""
@@ -249,7 +249,7 @@ class Engine:
         else:
             matrices = matrices_of(self.schedule, self.params, self.rank)
             channel = side_channel([*matrices.values()], self.agreement, self.device)
-        difference = channel.share(self.steps, None)
+        difference = channel.share(self.steps, None, has_changed=True)
         if difference:
             raise RuntimeError(difference)
 
@@ -294,13 +294,17 @@ class Engine:
         # way, unless all ranks wait for them and hear of the problem.
         others_may_go_on = False
         try:
-            options = self._checked_options(formulas)
-            inputs = StepInputs(formulas, self.ordered, states, grads)
             runner = self._runner or self._make_runner()
+            try:
+                options = self._checked_options(formulas)
+            except Exception:
+                runner.share_statuses(self.steps, None)
+                raise
+            inputs = StepInputs(formulas, self.ordered, states, grads)
             others_may_go_on = True
             difference = runner.share_statuses(self.steps, inputs)
             problem = "; ".join(inputs.problems) or difference
-            if problem and runner.awaits_statuses:
+            if difference or (problem and runner.awaits_statuses):
                 others_may_go_on = False
                 raise RuntimeError(problem)
             if options != self._bound_options:

@@ -104,14 +104,12 @@ class FunctionExchange(InFlight):
         # Here, before anything of it or of later parameters moves.
         self.piece = self._step.checked_piece(self)
 
-    @property
-    def holds_whole_parts(self) -> bool:
-        """Whether a split weight cuts this rank's part of the parameter as it cuts the whole one."""
+    def holds_parts(self, shape: Sequence[int]) -> bool:
+        """Whether this rank has the whole parameter of this ``shape``, so that a split weight cuts it."""
         split, flatten = self.param.form
-        is_matrix = len(self.local_shape) > 1
-        if not split.sizes or not is_matrix:
-            return not split.sizes
-        return not split.problem_with(matrix_shape(self.local_shape, flatten))
+        if not split.sizes or self.local_shape != tuple(shape):
+            return False
+        return not split.problem_with(matrix_shape(shape, flatten))
 
     def clear(self) -> None:
         self.piece = self.whole = self.update = None
@@ -174,10 +172,10 @@ class FunctionStep:
         """The phase of the step that is running or failed; "" between steps."""
         return str(self.progress)
 
-    def share_statuses(self, step: int, inputs: StepInputs) -> str:
+    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
         """Has no side channel, so nobody hears if ranks differ."""
         # Nothing moves with momentum that cannot be used.
-        self.awaits_statuses = inputs.has_unusable_momentum
+        self.awaits_statuses = inputs is not None and inputs.has_unusable_momentum
         return ""
 
     def mismatch(self) -> str:
@@ -244,7 +242,7 @@ class FunctionStep:
         results = formulas.matrices_in(update)
         for matrix, result in zip(formulas.matrices_in(whole), results):
             result.copy_(formulas.update_of(matrix))
-        if not self.layouts[param.key.index] and not bucket.holds_whole_parts:
+        if not self.layouts[param.key.index] and not bucket.holds_parts(whole.shape):
             # No rank knows which part a line of its piece is from. So the pieces have one learning rate, that of the
             # first part, and the update has what the other parts differ by.
             split, flatten = param.form
@@ -330,10 +328,10 @@ class FunctionStep:
                 inputs.apply(param.param_group, layout.shape, [local], [part])
         if not layouts:
             split, flatten = param.form
-            shape = matrix_shape(self._global_shape(bucket), flatten)
-            shapes = split.shapes_of_parts(shape)
+            shape = self._global_shape(bucket)
+            shapes = split.shapes_of_parts(matrix_shape(shape, flatten))
             pieces, updates = [local_param], [update]
-            if bucket.holds_whole_parts:
+            if bucket.holds_parts(shape):
                 pieces = formulas.matrices_in(local_param)
                 updates = formulas.matrices_in(update)
             for piece, part, of_part in zip(pieces, updates, itertools.cycle(shapes)):

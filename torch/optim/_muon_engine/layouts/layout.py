@@ -194,13 +194,18 @@ class Shards:
         return most
 
     @cached_property
-    def _replicas(self) -> dict[int, tuple[Ranks, int]]:
-        """Rank -> the replicas of its shard, and its place among them."""
-        replicas: dict[int, tuple[Ranks, int]] = {}
-        for ranks in self.replica_sets:
+    def _replicas(self) -> dict[int, tuple[int, int]]:
+        """Rank -> the number of its replica set, and its place in the set."""
+        replicas: dict[int, tuple[int, int]] = {}
+        for number, ranks in enumerate(self.replica_sets):
             for place, rank in enumerate(ranks):
-                replicas[rank] = ranks, place
+                replicas[rank] = number, place
         return replicas
+
+    def replica_set_of(self, rank: int) -> int:
+        """The number of the set of replicas of ``rank``'s shard."""
+        number, _ = self._replicas[rank]
+        return number
 
     @cached_property
     def digest(self) -> str:
@@ -219,8 +224,7 @@ class Shards:
         return self.numels[self._place[rank]]
 
     def replicas_of(self, rank: int) -> Ranks:
-        replicas, _ = self._replicas[rank]
-        return replicas
+        return self.replica_sets[self.replica_set_of(rank)]
 
     def source(self, rank: int, owner: int) -> int:
         """The rank that exchanges ``rank``'s shard with ``owner``: itself, or another replica of the shard."""
@@ -228,7 +232,8 @@ class Shards:
         # with empty shards are replicas of each other, so a shard has fewer replicas than they are. Therefore the place
         # is in proportion.
         replicas = self.replicas_of(rank)
-        replicas_of_owner, place_of_owner = self._replicas[owner]
+        _, place_of_owner = self._replicas[owner]
+        replicas_of_owner = self.replicas_of(owner)
         return replicas[place_of_owner * len(replicas) // len(replicas_of_owner)]
 
 

@@ -41,6 +41,8 @@ class LocalMatrix:
         self.knows_gradient = not self.layout.shards.is_empty(rank)
         # One replica of each shard sends it.
         self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()
+        # Which of the shards it is; replicas have the same number.
+        self.replica_set = self.layout.shards.replica_set_of(rank)
         # Whether ranks hold contributions to a sum, and not replicas.
         self.is_sum = param.is_sum
 

@@ -99,8 +99,10 @@ class PackedStep:
         """The phase of the step that is running or failed; "" between steps."""
         return str(self.progress)
 
-    def share_statuses(self, step: int, inputs: StepInputs) -> str:
-        """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
+    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
+        """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result. Without
+        ``inputs``, this rank raises an error, and tells the others that it has a problem.
+        """
         self.progress.now = "statuses", self.side_channel.matrices
         self.is_unread = not self.side_channel.awaits
         return self.side_channel.share(step, inputs)

@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..agreement import Agreement, all_gather_object, differences
+from ..agreement import Agreement, all_gather_object, BYTES, differences
 from ..process_groups import group_ranks, is_dry_run, larger_first, listed, Ranks
 from .matrices import LocalMatrix, Status
 from .params import StepInputs
 from .transport import InFlight
 
 
-# All optimizers send as many bytes, so that ranks which confuse them get an error instead of another size.
-BYTES = 2048
 # The head: whether parameters have changed since the engine was built, and whether this rank knows of a problem; and
 # four bytes each of the step, of the optimizer, of the options and of the placements that gradients must change.
 _CHANGED, _PROBLEM = 0, 1
@@ -35,7 +33,6 @@ _STEP, _OPTIMIZER, _OPTIONS, _MOVES = (
     slice(14, 18),
 )
 _FIRST_GRADIENT = 18
-_PLACES = BYTES - _FIRST_GRADIENT
 # Bytes of the head that say no and yes. Zero is no opinion.
 _NO, _YES = 1, 2
 
@@ -45,7 +42,9 @@ _CHANGED_ALONE = (
     "parameters changed on some of the ranks that share these, and not on others. All of them must make the change "
     "before the same step()"
 )
-_ELSEWHERE = "ranks that share matrices with this one have a problem with others that this rank does not hold. Their error says how"
+_ELSEWHERE = (
+    "ranks that share matrices with this one have a problem. Their error says how"
+)
 _OTHER_OPTIONS = "the ranks have different hyperparameters. A scheduler or a checkpoint changed those of some ranks only"
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
@@ -83,18 +82,20 @@ class Statuses(InFlight):
         for matrix in matrices:
             by_gradient.setdefault(matrix.gradient_key, []).append(matrix)
         self.gradients = list(by_gradient.values())
-        self._param_groups = _runs_of_param_groups(self.gradients)
-        # Those that are whole on every rank and whose values were not compared yet.
+        # The matrices with replicas, whose values were not compared yet.
         self._replicated = [
-            of_gradient
-            for of_gradient in self.gradients
-            if all(_is_replicated(matrix) for matrix in of_gradient)
+            matrix
+            for matrix in matrices
+            if matrix.layout.shards.most_replicas > 1 and not matrix.is_sum
         ]
+        # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
+        self.awaits = True
         # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
         self._was_complete = False
         # What this rank says, with its complement; what the group reduces; and the result on the host. Only copies
         # between a device and pinned memory do not wait.
-        self._own = torch.zeros(2, BYTES, dtype=torch.uint8, device="cpu")
+        tables = -(-(_FIRST_GRADIENT + len(self.gradients)) // BYTES)
+        self._own = torch.zeros(tables, 2, BYTES, dtype=torch.uint8, device="cpu")
         self._table = torch.zeros_like(self._own, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
@@ -108,31 +109,41 @@ class Statuses(InFlight):
         # Whether the result in ``_host`` is unread.
         self._is_unread = False
 
-    def _write(self, start: int, values: Sequence[int], unknown: int = -1) -> None:
-        """Writes bytes and their complements from place ``start``. The value ``unknown`` is no opinion."""
-        complements = [0 if value == unknown else 255 - value for value in values]
-        both = torch.tensor([values, complements], dtype=torch.uint8, device="cpu")
-        self._own[:, start : start + len(values)] = both
+    def _write_opinions(self, opinions: Sequence[int]) -> None:
+        """Writes a byte for each gradient, and its complement. Status.EMPTY is no opinion."""
+        values = torch.zeros(len(self._own) * BYTES, dtype=torch.uint8, device="cpu")
+        of_gradients = torch.tensor(opinions, dtype=torch.uint8, device="cpu")
+        values[_FIRST_GRADIENT : _FIRST_GRADIENT + len(opinions)] = of_gradients
+        tables = values.view(-1, BYTES)
+        self._own[:, 0] = tables
+        self._own[:, 1] = torch.where(tables == Status.EMPTY, 0, 255 - tables)
 
     def start(
-        self, step: int, inputs: StepInputs | None, knows_of_problem: bool
+        self,
+        step: int,
+        inputs: StepInputs | None,
+        knows_of_problem: bool,
+        has_changed: bool = False,
     ) -> None:
         """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group.
-        Without ``inputs``, its parameters have changed since the engine was built.
+        Without ``inputs``, it has no opinion of gradients and options: its parameters have changed since the engine was
+        built, or its options are invalid.
         """
-        head = [_YES if inputs is None else _NO, _YES if knows_of_problem else _NO]
+        head = [_YES if has_changed else _NO, _YES if knows_of_problem else _NO]
         numbers = [step, self._identity]
         if inputs is None:
             self._own.zero_()
+            self._was_complete = False
         else:
             numbers += [self._options_digest(inputs), self._moves_digest(inputs)]
             if not (inputs.is_complete and self._was_complete):
-                opinions = self._opinions(inputs)
-                self._write(_FIRST_GRADIENT, opinions, unknown=Status.EMPTY)
+                self._write_opinions([g[0].status(inputs) for g in self.gradients])
             self._was_complete = inputs.is_complete
         for number in numbers:
             head += number.to_bytes(4, "little")
-        self._write(_CHANGED, head)
+        complements = [255 - value for value in head]
+        both = torch.tensor([head, complements], dtype=torch.uint8, device="cpu")
+        self._own[0, :, : len(head)] = both
         if self._has_host_copy:
             # The last result was read, so this memory is free. A copy from it does not wait.
             self._host.copy_(self._own)
@@ -143,8 +154,9 @@ class Statuses(InFlight):
         self.reduce()
 
     def reduce(self) -> None:
-        """Starts the all-reduce."""
-        self._reduce(self._table)
+        """Starts the all-reduce, or several if gradients are many."""
+        for table in self._table:
+            self._reduce(table)
 
     def _reduce(self, table: Tensor) -> None:
         largest, group = dist.ReduceOp.MAX, self._group
@@ -152,10 +164,11 @@ class Statuses(InFlight):
         self.launch("all-reduce of statuses", start, table)
 
     def _options_digest(self, inputs: StepInputs) -> int:
-        digests = []
-        for param_group, count in self._param_groups:
-            digests.append((inputs.formulas[param_group].options_digest, count))
-        return zlib.crc32(repr(digests).encode())
+        """Of the options of each gradient. Ranks may have equal options in one parameter group or in several."""
+        of_groups = [formulas.options_digest for formulas in inputs.formulas]
+        digests = [of_groups[g[0].param_group] for g in self.gradients]
+        runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
+        return zlib.crc32(repr(runs).encode())
 
     def _moves_digest(self, inputs: StepInputs) -> int:
         """Of the gradients and momenta that collectives of DTensor's must bring to other placements."""
@@ -165,23 +178,9 @@ class Statuses(InFlight):
         moves = [inputs.moves.get(g[0].param_index, "") for g in self.gradients]
         return zlib.crc32(repr(moves).encode()) if any(moves) else 0
 
-    def _opinions(self, inputs: StepInputs) -> list[int]:
-        """A byte for each gradient; for several, if there are more of them than places."""
-        opinions = [int(g[0].status(inputs)) for g in self.gradients]
-        shared = opinions[_PLACES:]
-        if not shared:
-            return opinions
-        places = opinions[:_PLACES]
-        for number, opinion in enumerate(shared):
-            place = number % _PLACES
-            is_known = places[place] and opinion
-            # Ranks with the same opinions have the same byte, which is not zero.
-            places[place] = 1 + (3 * places[place] + opinion) % 251 if is_known else 0
-        return places
-
-    def difference(self, inputs: StepInputs | None, awaits: bool) -> str:
-        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. Ranks that
-        all wait at the start of a step tell each other more if they differ.
+    def difference(self, inputs: StepInputs | None = None) -> str:
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
+        ``inputs`` of a step at whose start all ranks of the group wait, they tell each other more if they differ.
         """
         if not self._is_unread or self._is_dry_run:
             return ""
@@ -192,8 +191,8 @@ class Statuses(InFlight):
         text = ""
         # If the maxima are what this rank said, all ranks said the same.
         if not torch.equal(self._host, self._own):
-            text = self._difference(inputs if awaits else None)
-        if not text and awaits and inputs is not None:
+            text = self._difference(inputs)
+        if not text and inputs is not None:
             text = self._other_values(inputs)
         return text
 
@@ -205,13 +204,15 @@ class Statuses(InFlight):
             shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
             return f"{text}. This rank's optimizer has {shared}"
         gradients = self._other_gradients(differs)
+        has_problem = self._host[0, 0, _PROBLEM] == _YES
         for places, text in (_OPTIONS, _OTHER_OPTIONS), (_MOVES, _OTHER_PLACEMENTS):
             # A rank without a gradient has none to move.
             if differs[places].any() and not (gradients and places is _MOVES):
-                if inputs is not None:
+                # A rank with a problem may have no inputs.
+                if inputs is not None and not has_problem:
                     text += self._first_difference(inputs)
                 return text
-        return gradients or (_ELSEWHERE if self._host[0, _PROBLEM] == _YES else "")
+        return gradients or (_ELSEWHERE if has_problem else "")
 
     def _other_program(self, differs: Tensor) -> str:
         """Whether the ranks are in different steps or optimizers, or only some of them build theirs again."""
@@ -224,11 +225,9 @@ class Statuses(InFlight):
     def _other_gradients(self, differs: Tensor) -> str:
         """The gradients that some ranks lack or cannot use, in words."""
         found: dict[str, list[str]] = {}
-        largest = self._host[0]
-        for number, of_gradient in enumerate(self.gradients):
-            place = _FIRST_GRADIENT + number % _PLACES
-            is_alone = len(self.gradients) <= _PLACES
-            if is_alone and largest[place] == Status.UNUSABLE:
+        largest = self._host[:, 0].flatten()
+        for place, of_gradient in enumerate(self.gradients, _FIRST_GRADIENT):
+            if largest[place] == Status.UNUSABLE:
                 found.setdefault(_UNUSABLE, []).append(_described(of_gradient))
             elif differs[place]:
                 found.setdefault(_SOME_ABSENT, []).append(_described(of_gradient))
@@ -258,37 +257,45 @@ class Statuses(InFlight):
         """The matrices whose replicas have different values, in words. All ranks of the group make this call. The values are
         compared in the first step that moves them: a checkpoint makes one that does not before it loads them.
         """
-        moved = []
-        remaining = []
-        for of_gradient in self._replicated:
-            formulas = inputs.formulas[of_gradient[0].param_group]
-            (moved if formulas.moves_parameters else remaining).append(of_gradient)
+        moved: list[LocalMatrix] = []
+        remaining: list[LocalMatrix] = []
+        for matrix in self._replicated:
+            moves = inputs.formulas[matrix.param_group].moves_parameters
+            (moved if moves else remaining).append(matrix)
         if not moved:
             return ""
-        digests = [
-            _digest_of(of_gradient, inputs).to(self.device) for of_gradient in moved
-        ]
-        values = torch.stack(digests).view(torch.uint8)
-        own = torch.stack([values, 255 - values])
-        table = own.clone()
+        # Eight bytes for each shard of each matrix. A rank has an opinion of its own shards only.
+        counts = [len(matrix.layout.shards.replica_sets) for matrix in moved]
+        device = self._table.device
+        values = torch.zeros(sum(counts), dtype=torch.int64, device=device)
+        is_known = torch.zeros_like(values, dtype=torch.bool)
+        start = 0
+        for matrix, count in zip(moved, counts):
+            if matrix.shard:
+                place = start + matrix.replica_set
+                values[place] = _digest_of(matrix, inputs)
+                is_known[place] = True
+            start += count
+        of_bytes = values.view(torch.uint8).view(-1, 8)
+        complements = torch.where(is_known[:, None], 255 - of_bytes, 0)
+        table = torch.stack([of_bytes.flatten(), complements.flatten()])[None]
         self._reduce(table)
         self.wait()
-        if torch.equal(table, own):
+        differs = differences(table.cpu()).view(-1, 8).any(dim=1)
+        if torch.equal(differs, torch.zeros_like(differs)):
             self._replicated = remaining
             return ""
-        differs = differences(table.cpu()).view(len(moved), -1).any(dim=1)
-        others = [_described(moved[number]) for number in differs.nonzero().flatten()]
+        others = []
+        for matrix, of_matrix in zip(moved, differs.split(counts)):
+            if of_matrix.any():
+                others.append(matrix.described)
         return f"{_OTHER_VALUES}: {listed(others, 4)}"
-
-    @property
-    def has_uncompared_values(self) -> bool:
-        """Whether a later step compares values, for which all ranks must wait at its start."""
-        return bool(self._replicated)
 
     def finish(self) -> None:
         """Ends a step that has moved its matrices."""
         if self.works:
             self._fetch()
+        self.awaits = bool(self._replicated) or self.device.type == "cpu"
 
     def _fetch(self) -> None:
         """Waits for the all-reduce in flight, and brings its result to the host. On accelerators, the device waits and
@@ -311,19 +318,6 @@ def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
     return zlib.crc32(repr((serial, names)).encode())
 
 
-def _runs_of_param_groups(
-    gradients: Sequence[Sequence[LocalMatrix]],
-) -> list[tuple[int, int]]:
-    """The parameter group of each gradient, as (parameter group, number of gradients that follow each other)."""
-    param_groups = [of_gradient[0].param_group for of_gradient in gradients]
-    return [(group, len([*run])) for group, run in itertools.groupby(param_groups)]
-
-
-def _is_replicated(matrix: LocalMatrix) -> bool:
-    """Whether all ranks of the group hold the whole matrix."""
-    return len(matrix.layout.shards.replica_sets) == 1 and not matrix.is_sum
-
-
 def _described(matrices: Sequence[LocalMatrix]) -> str:
     """The matrices of one gradient, in words."""
     text = matrices[0].layout.describe()
@@ -332,15 +326,21 @@ def _described(matrices: Sequence[LocalMatrix]) -> str:
     return f"{text} and {len(matrices) - 1} more of its parts"
 
 
-def _digest_of(of_gradient: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
-    """A digest of the bits of the matrices' values: an integer on their device."""
+def _digest_of(matrix: LocalMatrix, inputs: StepInputs) -> Tensor:
+    """A digest of the bits of the values that this rank has of a matrix: an integer on their device. It knows the rows and
+    columns of each value, without memory for another matrix.
+    """
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = inputs.params[of_gradient[0].param_index].local
+    local = inputs.params[matrix.param_index].local
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for matrix in of_gradient:
-        for region in matrix.shard:
-            values = region.of_local(local)
-            total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
+    for region in matrix.shard:
+        values = region.of_local(local)
+        values = values.view(ints[values.itemsize])
+        for dims in range(values.ndim):
+            others = [dim for dim in range(values.ndim) if dim != dims]
+            sums = values.sum(others, dtype=torch.int64)
+            places = torch.arange(1, 2 * len(sums), 2, device=local.device)
+            total = 31 * total + (sums * places).sum()
     return total
 
 
@@ -349,30 +349,34 @@ class SideChannel:
     them.
     """
 
-    def __init__(self, statuses: Sequence[Statuses], device: torch.device) -> None:
+    def __init__(self, statuses: Sequence[Statuses]) -> None:
         self.statuses = statuses
-        self.device = device
         # All matrices that this rank shares.
         self.matrices: list[LocalMatrix] = []
         for each in statuses:
             self.matrices += each.matrices
-        # Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
-        self.awaits = True
 
-    def share(self, step: int, inputs: StepInputs | None) -> str:
+    @property
+    def awaits(self) -> bool:
+        """Whether all groups know how their ranks differ before anything moves."""
+        return all(each.awaits for each in self.statuses)
+
+    def share(
+        self, step: int, inputs: StepInputs | None, has_changed: bool = False
+    ) -> str:
         """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a difference on to
         larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end the
         step here. Returns how ranks differ; "" if they do not, or if it does not wait. Without ``inputs``, this rank's
-        parameters have changed, and it waits.
+        parameters have changed, or its options are invalid.
         """
         text = ""
         # The unusable gradient may be of a matrix that no other rank has.
-        has_problem = inputs is not None and bool(inputs.problems)
-        awaits = self.awaits or inputs is None
+        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
         for statuses in self.statuses:
-            statuses.start(step, inputs, has_problem or bool(text))
-            if awaits:
-                reason = statuses.difference(inputs, awaits)
+            knows_of_problem = has_problem or bool(text)
+            statuses.start(step, inputs, knows_of_problem, has_changed)
+            if statuses.awaits or has_changed:
+                reason = statuses.difference(inputs)
                 # A larger group's own reason says more.
                 if reason and text in ("", _ELSEWHERE):
                     text = reason
@@ -382,12 +386,10 @@ class SideChannel:
         """Ends a step that has moved its matrices."""
         for statuses in self.statuses:
             statuses.finish()
-        has_uncompared = any(each.has_uncompared_values for each in self.statuses)
-        self.awaits = has_uncompared or self.device.type == "cpu"
 
     def difference(self) -> str:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        texts = [each.difference(None, awaits=False) for each in self.statuses]
+        texts = [each.difference() for each in self.statuses]
         return "; ".join(filter(None, texts))
 
 
@@ -404,4 +406,4 @@ def side_channel(
         if group is not None:
             serial = agreement.serials[ranks]
             statuses.append(Statuses(by_ranks[ranks], ranks, group, serial, device))
-    return SideChannel(statuses, device)
+    return SideChannel(statuses)

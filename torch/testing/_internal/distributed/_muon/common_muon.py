@@ -255,11 +255,11 @@ def as_on_an_accelerator(optimizer):
     the gradients of a bucket together. The buffers are on the CPU.
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
-    runner.side_channel.device = runner.binder.device = device
-    # Only the first step waits for its statuses.
-    runner.side_channel.awaits = optimizer._engine.steps == 0
+    runner.binder.device = device
     for statuses in runner.side_channel.statuses:
         statuses.device = device
+        # Only the first step waits for its statuses.
+        statuses.awaits = optimizer._engine.steps == 0
     runner.binder.is_cpu = False
     bind_again(optimizer)
 
