@@ -38,10 +38,13 @@ TRANSFORMERS = {
     "MambaForCausalLM FalconMambaForCausalLM JambaForCausalLM": "*.A_log",
     "ZambaForCausalLM": "*.mamba.D",
     "GotOcr2ForConditionalGeneration DeepseekVLHybridForConditionalGeneration PPFormulaNetForConditionalGeneration "
-    "SLANeXtForTableRecognition SegGptForImageSegmentation UnlimitedOcrForConditionalGeneration": "*.rel_pos_?",
+    "SLANeXtForTableRecognition SegGptForImageSegmentation UnlimitedOcrForConditionalGeneration "
+    "SamModel SamHQModel DeepseekOcr2VisionModel": "*.rel_pos_?",
     "PerceiverForMaskedLM Idefics2ForConditionalGeneration EvollaForProteinText2Text": "*.latents",
     "Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration": "*.latent_query",
     "AriaForConditionalGeneration": "*projector.query",
+    "EdgeTamVideoModel": "*.latents_?d",
+    "RadioModel": "*_register_token",
     "Inkling2ForCausalLM": "*.scale *attention_input.query",
     "PatchTSTForPretraining PatchTSTForClassification": "*.position_enc",
 }
