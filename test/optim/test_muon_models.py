@@ -343,6 +343,7 @@ FUSED = [
     ("qkv", (40, 8), GROUPS, None, None),
     ("c_attn", (24, 8), SIX, None, None),
     ("c_attn", (8, 20), SIX, None, None),
+    ("c_attn", (8, 32), SIX, None, None),
     ("gate_up_proj", (11, 8), {}, None, None),
     ("gate_up_proj", (3, 12, 8), {}, None, None),
     ("query_key_value", (56, 8), SIX | {"num_kv_heads": 4}, None, None),
@@ -413,11 +414,11 @@ class TestSplitOf(ModelsTestCase):
                 self.assertEqual([*found.values()], [mark])
 
     def test_no_projections(self):
-        """Learned queries, a sparse indexer, a projection to latents, and one head."""
+        """Learned queries, a kernel, a sparse indexer, a projection to latents, and one head."""
         one = attention({"k_proj": 4}, num_heads=6, num_kv_heads=1, head_dim=4)
         latent = attention({"q_a_proj": 24}, **SIX)
         indexer = attention({"wq_b": 24}, **SIX)
-        queries = Bare({"query": (24, 8)}, **SIX)
+        queries = Bare({"query": (24, 8), "q_weight": (24, 8, 1)}, **SIX)
         model = tree([queries, latent, {"indexer": indexer}, one])
         self.assertEqual(split_of(model, heads=True), {})
 
