@@ -1,4 +1,4 @@
-"""Public models with heads that need ``exclude``: the table of partition.md.
+"""Public models that need ``exclude``: the table of partition.md.
 
     python docs/data/partition.py
 
@@ -35,12 +35,35 @@ TRANSFORMERS = {
     "OwlViTForObjectDetection Owlv2ForObjectDetection": "box_head.* class_head.*",
     "Qwen2_5OmniForConditionalGeneration": "talker.codec_head.*",
     "Gemma3nForCausalLM": "*.modality_router.*",
+    "MambaForCausalLM FalconMambaForCausalLM JambaForCausalLM": "*.A_log",
+    "ZambaForCausalLM": "*.mamba.D",
+    "GotOcr2ForConditionalGeneration DeepseekVLHybridForConditionalGeneration PPFormulaNetForConditionalGeneration "
+    "SLANeXtForTableRecognition SegGptForImageSegmentation UnlimitedOcrForConditionalGeneration "
+    "SamModel SamHQModel DeepseekOcr2VisionModel": "*.rel_pos_?",
+    "PerceiverForMaskedLM Idefics2ForConditionalGeneration EvollaForProteinText2Text": "*.latents",
+    "Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration": "*.latent_query",
+    "AriaForConditionalGeneration": "*projector.query",
+    "EdgeTamVideoModel": "*.latents_?d",
+    "RadioModel": "*_register_token",
+    "Inkling2ForCausalLM": "*.scale *attention_input.query",
+    "PatchTSTForPretraining PatchTSTForClassification": "*.position_enc",
 }
 DIFFUSERS = {
-    "BriaFibo2Transformer2DModel Ideogram4Transformer2DModel PRXTransformer2DModel": "final_layer.linear.*",
+    "Ideogram4Transformer2DModel PRXTransformer2DModel": "final_layer.linear.*",
+    "BriaFibo2Transformer2DModel": "final_layer.linear.* *.latent_queries",
     "Kandinsky6Transformer3DModel": "*out_layer.out_layer.*",
+    "AllegroTransformer3DModel Krea2Transformer2DModel LTXVideoTransformer3DModel LTX2VideoTransformer3DModel "
+    "PixArtTransformer2DModel SanaTransformer2DModel SanaVideoTransformer3DModel SanaWMTransformer3DModel "
+    "SanaWMLTX2RefinerTransformer3DModel": "*scale_shift_table",
+    "CosmosTransformer3DModel": "*.pos_emb_?",
+    "StableAudio3DiTModel": "memory_tokens",
 }
-TIMM = {"volo_d1_224": "aux_head.*", "efficientvim_m1": "heads.*"}
+TIMM = {
+    "volo_d1_224": "aux_head.*",
+    "efficientvim_m1": "heads.* *.alpha",
+    "botnet26t_256 halonet26t haloregnetz_b": "*_rel",
+    "mvitv2_base samvit_base_patch16": "*.rel_pos_?",
+}
 TORCHVISION = {"googlenet": "aux?.fc2.*"}
 
 

@@ -1,4 +1,4 @@
-"""split_of() against the forwards of transformers, torchtitan and Megatron: which lines become which tensor."""
+"""split_of() against the forwards of transformers and Megatron: which lines become which tensor."""
 
 import functools
 
@@ -59,8 +59,7 @@ MODELS = [
     ("Glm4ForCausalLM", {}, {"gate_up_proj.weight": GATE}),
     ("GptOssForCausalLM", {}, EXPERTS),
     ("Qwen3MoeForCausalLM", {}, EXPERTS),
-    ("Qwen3NextForCausalLM", FULL, {"q_proj.weight": ("query",)} | EXPERTS),
-    ("Qwen3_5ForCausalLM", FULL, {"q_proj.weight": ("query",)}),
+    ("Qwen3NextForCausalLM", FULL, EXPERTS),
     ("MixtralForCausalLM", {}, EXPERTS),
     ("AriaTextForCausalLM", {"moe_num_experts": 3, "moe_topk": 2}, EXPERTS),
     ("DeepseekV2ForCausalLM", DEEPSEEK, LATENT | EXPERTS),
@@ -191,8 +190,6 @@ PER_HEAD = [
     ("GPTNeoXForCausalLM", {}, ATTENTION),
     (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2}, ATTENTION),
     ("Phi3ForCausalLM", {}, {"qkv_proj.weight": QKV}),
-    # Its other parts are the gates of the queries.
-    ("Qwen3NextForCausalLM", FULL, PLAIN),
     ("DeepseekV2ForCausalLM", DEEPSEEK, MLA),
     ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2}, MLA),
     ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2, "q_lora_rank": None}, {"q_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]}),
@@ -234,30 +231,7 @@ def test_heads_are_those_of_the_forward(name, options, weights):
         found = [part for part in parts if any(torch.equal(part, m) for m in expected)]
         # Each head of the forward is a part. Groups of queries share a key and a value.
         assert all(any(torch.equal(part, m) for part in parts) for m in expected)
-        has_gates = name.startswith("Qwen3Next") and "q_proj" in full
-        assert len(parts) == len(found) * (1 + has_gates)
-
-
-def titan_linear(rows, columns):
-    from torchtitan.models.common.linear import Linear
-
-    return Linear.Config(in_features=columns, out_features=rows)
-
-
-def test_torchtitan_attention():
-    """torchtitan saves the parts of a fused weight as matrices of their own."""
-    pytest.importorskip("torchtitan", reason=HOW)
-    from torchtitan.models.common.attention import FusedQKVLinear
-
-    wqkv = titan_linear(10 * 4, 24)
-    config = FusedQKVLinear.Config(head_dim=4, n_heads=6, n_kv_heads=2, wqkv=wqkv)
-    module = FusedQKVLinear(config)
-    torch.nn.init.normal_(module.wqkv.weight)
-    split = Split.of(split_of(module)["wqkv.weight"])
-    saved = module.state_dict()
-    parts = split.parts(module.wqkv.weight.detach())
-    for part, name in zip(parts, ("wq", "wk", "wv"), strict=True):
-        assert torch.equal(split.joined(part), saved[f"{name}.weight"])
+        assert len(parts) == len(found)
 
 
 @pytest.fixture

@@ -59,6 +59,14 @@ class Bare(nn.Module):
         self.__dict__.update(attributes)
 
 
+def attention(weights, **attributes):
+    """A module with linear layers: name -> rows."""
+    module = Bare({}, **attributes)
+    for name, rows in weights.items():
+        module.add_module(name, linear(rows))
+    return module
+
+
 class LanguageModel(nn.Module):
     """Has the method of transformers' models."""
 
@@ -71,14 +79,6 @@ class LanguageModel(nn.Module):
 
     def get_output_embeddings(self):
         return self.to_words
-
-
-def attention(weights, **attributes):
-    """A module with linear layers: name -> shape."""
-    module = Bare({}, **attributes)
-    for name, (rows, columns) in weights.items():
-        module.add_module(name, linear(rows, columns))
-    return module
 
 
 class ModelsTestCase(TestCase):
@@ -101,18 +101,14 @@ class ModelsTestCase(TestCase):
 
 
 # A model, and why some of its parameters do not go to Muon. The others do.
-HEAD, EMBEDDING = "output head", "embedding"
-TABLE, VECTOR = "not named a weight", "one row or column"
+HEAD, EMBEDDING, VECTOR = "output head", "embedding", "one row or column"
+SHARED = nn.Embedding(20, 8)
 MODELS = {
     "leaf layers in a Sequential": (
         nn.Sequential(nn.Embedding(20, 8), linear(16), linear(20, 16)),
         {"0.weight": EMBEDDING, "2.weight": HEAD},
     ),
-    "an MLP": (
-        nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear(2)),
-        {"4.weight": HEAD},
-    ),
-    "blocks, and a head whose name says nothing": (
+    "a block and a head whose name says nothing": (
         tree({"layers": [block()], "fc": linear(), "token": nn.EmbeddingBag(20, 8)}),
         {"token.weight": EMBEDDING, "fc.weight": HEAD},
     ),
@@ -126,13 +122,8 @@ MODELS = {
     ),
     "one block of a pipeline": (tree({"layers": {"3": block()}}), {}),
     "heads by name": (
-        tree({"lm_head": linear(), "classifier": block(), "last": linear()}),
-        {
-            "lm_head.weight": HEAD,
-            "classifier.up.weight": HEAD,
-            "classifier.down.weight": HEAD,
-            "last.weight": HEAD,
-        },
+        tree({"lm_head": linear(), "classifier": {"up": linear()}, "last": linear()}),
+        {"lm_head.weight": HEAD, "classifier.up.weight": HEAD, "last.weight": HEAD},
     ),
     "names of heads in blocks": (
         tree([{"head": linear(), "output": {"dense": linear()}}]),
@@ -150,21 +141,21 @@ MODELS = {
         tree([{"gate": linear(3), "router": {"a": linear()}, "gate_proj": linear()}]),
         {"0.gate.weight": "router", "0.router.a.weight": "router"},
     ),
-    "parameters that are no layer's weight": (
-        tree(
-            [Bare({"A_log": (6, 8), "gate_up_proj_bias": (6, 8), "w_weight": (6, 8)})]
-        ),
-        {"0.A_log": TABLE, "0.gate_up_proj_bias": TABLE},
+    "bare parameters": (
+        Bare({"w1": (6, 8), "b_bias": (6, 8), "pos_embed": (6, 8), "stack": (2, 6, 8)}),
+        {"b_bias": "bias", "pos_embed": EMBEDDING, "stack": "3D"},
     ),
-    "an embedding of another package": (
-        tree([Bare({"weight": (20, 8)}, num_embeddings=20)]),
-        {"0.weight": EMBEDDING},
+    "embeddings of another package, and one layer twice": (
+        tree(
+            [Bare({"weight": (20, 8)}, num_embeddings=20), {"a": SHARED, "b": SHARED}]
+        ),
+        {"0.weight": EMBEDDING, "1.a.weight": EMBEDDING},
     ),
     "vectors": (
-        tree([{"one": linear(1), "conv": nn.Conv1d(4, 2, 3), "norm": nn.RMSNorm(8)}]),
+        tree([{"one": linear(1), "conv": nn.Conv2d(4, 2, 3), "norm": nn.RMSNorm(8)}]),
         {
             "0.one.weight": VECTOR,
-            "0.conv.weight": "3D",
+            "0.conv.weight": "4D",
             "0.conv.bias": "1D",
             "0.norm.weight": "1D",
         },
@@ -178,16 +169,14 @@ MODELS = {
         {"0.up.parametrizations.weight.original0": VECTOR},
     ),
     "adapters": (
-        tree({"layers": [{"q_proj": lora(linear())}], "last": lora(linear())}),
+        tree(
+            {"token": lora(SHARED), "layers": [lora(linear())], "last": lora(linear())}
+        ),
         {
-            "last.base_layer.weight": HEAD,
-            "last.lora_A.default.weight": HEAD,
-            "last.lora_B.default.weight": HEAD,
+            f"{name}.{part}.weight": reason
+            for name, reason in (("token", EMBEDDING), ("last", HEAD))
+            for part in ("base_layer", "lora_A.default", "lora_B.default")
         },
-    ),
-    "an adapted embedding": (
-        tree({"token": {"base_layer": nn.Embedding(20, 8), "lora_A": linear()}}),
-        {"token.base_layer.weight": EMBEDDING, "token.lora_A.weight": EMBEDDING},
     ),
 }
 
@@ -218,14 +207,14 @@ class TestPartition(ModelsTestCase):
             found = self.destinations(model)
             self.assertEqual(found[f"{order[0]}.weight"], "rest: embedding")
 
-    def test_stacks_of_experts(self):
-        shapes = {"w1": (3, 6, 8), "bias": (3, 6)}
-        model = tree(
-            [{"experts": Bare(shapes), "conv": nn.Conv1d(4, 2, 3, bias=False)}]
+    def test_stacks(self):
+        shapes = {"w": (2, 6, 8), "bias": (2, 6, 8), "token": (1, 6, 8)}
+        conv = parametrizations.weight_norm(nn.Conv1d(4, 2, 3, bias=False))
+        found = self.destinations(
+            tree([Bare(shapes), conv]), allow_batched_matrices=True
         )
-        self.assertEqual(self.destinations(model)["0.experts.w1"], "rest: 3D")
-        expected = ["Muon", f"rest: {TABLE}", "rest: 3D"]
-        found = self.destinations(model, allow_batched_matrices=True)
+        expected = ["Muon", "rest: bias", "rest: 3D"]
+        expected += [f"rest: {VECTOR}", "rest: convolution"]
         self.assertEqual([*found.values()], expected)
 
     def test_exclude(self):
@@ -239,56 +228,39 @@ class TestPartition(ModelsTestCase):
                 self.assertEqual(found[name], "rest: excluded")
                 self.assertEqual(found["_orig_mod.lm_head.weight"], f"rest: {HEAD}")
                 self.assertEqual([*found.values()].count("Muon"), 3)
-        with self.assertRaisesRegex(ValueError, "'layers.9.up.*'.*near names.*up"):
+        with self.assertRaisesRegex(ValueError, "no parameter matches 'layers.9.up.*'"):
             partition_named_parameters(model, exclude=["*.down.*", "layers.9.up.*"])
 
-    def test_frozen_parameters_are_marked(self):
-        model = tree([block()])
-        model.requires_grad_(False)
-        self.assertEqual({*self.destinations(model).values()}, {"Muon, frozen"})
-
     def test_groups_by_split(self):
-        layer = {"qkv": linear(24), "up": linear(), "conv": nn.Conv2d(4, 6, 3)}
-        model = tree(
-            {"layers": [layer], "experts": Bare({"w": (3, 6, 8)}), "fc": linear()}
-        )
+        model = tree([{"qkv": linear(24), "up": linear()}, Bare({"w": (3, 6, 8)})])
         split = {
             "*.qkv.weight": (20, 4),
             # The last pattern that matches a name decides.
-            "layers.0.qkv.*": {"sizes": (4, 2), "repeats": 4},
-            "*conv*": (2, 4),
-            "experts.w": (3, 3),
-            "fc.weight": (4, 4),
+            "0.qkv.*": {"sizes": (4, 2), "repeats": 4},
+            "1.w": (3, 3),
         }
         options = {"split": split, "allow_batched_matrices": True}
-        with self.assertWarnsRegex(UserWarning, "not split: fc.weight$"):
-            groups, others = partition_named_parameters(model, **options)
-        found = [(g["params"][0][0], g["split"], g["flatten"]) for g in groups]
-        repeated = {"sizes": (4, 2), "repeats": 4, "dim": 0}
+        groups, _ = partition_named_parameters(model, **options)
+        found = [(group["params"][0][0], group["split"]) for group in groups]
         expected = [
-            ("layers.0.qkv.weight", repeated, False),
-            ("layers.0.up.weight", None, False),
-            ("layers.0.conv.weight", (2, 4), True),
-            ("experts.w", (3, 3), False),
+            ("0.qkv.weight", repeated((4, 2), 4)),
+            ("0.up.weight", None),
+            ("1.w", (3, 3)),
         ]
         self.assertEqual(found, expected)
-        names = [name for name, _ in others]
-        self.assertEqual(names, ["layers.0.conv.bias", "fc.weight"])
         Muon(groups, allow_batched_matrices=True)
+        with self.assertWarnsRegex(UserWarning, "not split: 1.w$"):
+            partition_named_parameters(model, split=split)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            excluded = {"exclude": "*.qkv.*", "split": {"*.qkv.*": (20, 4)}}
-            partition_named_parameters(model, **excluded)
+            partition_named_parameters(model, split=split, exclude="1.w")
 
     def test_fused_weights_that_stay_whole_are_marked(self):
-        model = tree([{"qkv": linear(24), "in_proj": lora(linear(24)), "o": linear()}])
+        model = tree([{"qkv": linear(24), "in_proj": lora(linear(24))}])
         mark = "Muon, left whole: named like a fused weight"
-        found = self.destinations(model)
-        self.assertEqual(found["0.qkv.weight"], mark)
-        self.assertEqual(found["0.in_proj.base_layer.weight"], mark)
-        self.assertEqual([*found.values()].count("Muon"), 3)
         found = self.destinations(model, split={"*qkv*": (8, 16)})
-        self.assertEqual(found["0.qkv.weight"], "Muon, split (8, 16)")
+        expected = ["Muon, split (8, 16)", mark, "Muon", "Muon"]
+        self.assertEqual([*found.values()], expected)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -358,16 +330,10 @@ FUSED = [
     ("query_key_value", (40, 8), GROUPS, OF_GROUPS, HEADS),
     ("query_key_value", (72, 8), SIX, repeated((4, 4, 4), 6), (4,) * 18),
     ("linear_qkv", (40, 8), {"config": SimpleNamespace(**MEGATRON)}, OF_GROUPS, HEADS),
-    ("wqkv", (40, 8), {"heads_per_kv": 3, "head_dim": 4}, OF_GROUPS, HEADS),
-    # The weight of GPT-2 is (in, out).
-    (
-        "c_attn",
-        (8, 24),
-        {"num_heads": 2},
-        THREE,
-        repeated((4,) * 6, 1, 1),
-    ),
+    # transformers has (in, out), and nanoGPT (out, in).
+    ("c_attn", (8, 24), {"num_heads": 2}, THREE, repeated((4,) * 6, 1, 1)),
     ("c_attn", (8, 24), {"num_heads": 3}, THREE, THREE),
+    ("c_attn", (24, 8), {"n_head": 2, "n_embd": 8}, (8, 8, 8), (4,) * 6),
     ("kv_b_proj", (20, 8), LATENT, repeated((6, 4), 2), (6, 4, 6, 4)),
     ("gate_up_proj", (12, 8), {}, (6, 6), (6, 6)),
     ("gate_up_proj", (3, 12, 8), GATED, (6, 6), (6, 6)),
@@ -375,36 +341,15 @@ FUSED = [
     # Other packages have other layouts under these names, or the sizes say another number of rows.
     ("qkv_proj", (72, 8), SIX, None, None),
     ("qkv", (40, 8), GROUPS, None, None),
+    ("c_attn", (24, 8), SIX, None, None),
     ("c_attn", (8, 20), SIX, None, None),
+    ("c_attn", (8, 32), SIX, None, None),
     ("gate_up_proj", (11, 8), {}, None, None),
-    ("query_key_value", (56, 8), SIX | {"num_kv_heads": 4}, None, None),
-    ("wqkv", (40, 8), GROUPS, None, None),
     ("gate_up_proj", (3, 12, 8), {}, None, None),
-    ("qkv_proj", (44, 8), GROUPS, None, None),
+    ("query_key_value", (56, 8), SIX | {"num_kv_heads": 4}, None, None),
     ("query_key_value", (72, 8), GROUPS, None, None),
     ("query_key_value", (72, 8), {}, None, None),
     ("kv_b_proj", (20, 8), SIX, None, None),
-]
-# The rows of projections, attributes of their module, and the rows of each head; 0 if they are unknown.
-PROJECTIONS = [
-    ({"q_proj": 24, "k_proj": 8}, GROUPS, {"q_proj": 4, "k_proj": 4}),
-    ({"v_proj": 24}, SIX | {"head_dim": 8, "v_head_dim": 4}, {"v_proj": 4}),
-    ({"q_b_proj": 16}, LATENT, {"q_b_proj": 8}),
-    # LXMERT has the size of all heads, too.
-    (
-        {"query": 24},
-        {"num_heads": 6, "head_size": 24, "attention_head_size": 4},
-        {"query": 4},
-    ),
-    # CpmAnt, and Stable Audio 3 with queries of two kinds.
-    ({"project_q": 24}, {"num_heads": 6, "dim_head": 4}, {"project_q": 4}),
-    ({"to_q": 24}, {"heads": 6, "dim_heads": 4}, {"to_q": 4}),
-    ({"to_q": 48}, {"heads": 6, "dim_heads": 4}, {"to_q": 0}),
-    # The last attention of CaiT says how many heads there are, and diffusers the width of all.
-    ({"q": 24}, {"num_heads": 6}, {"q": 0}),
-    ({"to_k": 24}, {"heads": 6, "inner_dim": 24}, {"to_k": 4}),
-    ({"to_k": 8}, {"heads": 4, "inner_dim": 24}, {"to_k": 0}),
-    ({"q_proj": 25}, SIX, {"q_proj": 0}),
 ]
 
 
@@ -414,69 +359,68 @@ class RefusingConfig:
         raise ValueError("differs between layers")
 
 
+REFUSING = SIX | {"config": RefusingConfig()}
+WIDE = {"num_heads": 6, "head_size": 24, "attention_head_size": 4}
+# A projection, its rows, attributes of its module, and the rows of each head; 0 if they are unknown.
+PROJECTIONS = [
+    ("q_proj", 24, GROUPS, 4),
+    ("k_proj", 8, GROUPS, 4),
+    ("v_proj", 24, SIX | {"head_dim": 8, "v_head_dim": 4}, 4),
+    ("q_b_proj", 16, LATENT, 8),
+    # LXMERT has the size of all heads, too. CpmAnt has its own name.
+    ("query", 24, WIDE, 4),
+    ("project_q", 24, {"num_heads": 6, "dim_head": 4}, 4),
+    # Stable Audio 3 has queries of two kinds. The last attention of CaiT says how many heads there are.
+    ("to_q", 24, {"heads": 6, "dim_heads": 4}, 4),
+    ("to_q", 48, {"heads": 6, "dim_heads": 4}, 0),
+    ("q", 24, {"num_heads": 6}, 0),
+    # diffusers says the width of all heads.
+    ("to_k", 24, {"heads": 6, "inner_dim": 24}, 4),
+    ("to_k", 8, {"heads": 4, "inner_dim": 24}, 0),
+    ("q_proj", 25, SIX, 0),
+    ("k_proj", 8, REFUSING, 0),
+]
+
+
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSplitOf(ModelsTestCase):
     def test_fused_weights(self):
         for name, shape, attributes, split, heads in FUSED:
-            if len(shape) == 2:
-                module, name = attention({name: shape}, **attributes), f"{name}.weight"
-            else:
-                module = Bare({name: shape}, **attributes)
+            module = Bare({name: shape}, **attributes)
             with self.subTest(name, shape=shape, attributes=attributes):
                 for expected, asked in ((split, False), (heads, True)):
                     found = split_of(tree([module]), heads=asked)
                     self.assertEqual(found.get(f"0.{name}"), expected)
 
-    def test_gates_of_queries(self):
-        weights = {"q_proj": (48, 8), "k_proj": (8, 8), "o_proj": (8, 24)}
-        gated = attention(weights, **GROUPS)
-        self.assertEqual(split_of(gated), {"q_proj.weight": repeated((4, 4), 6)})
-        found = split_of(gated, heads=True)
-        expected = {"q_proj.weight": (4,) * 12, "k_proj.weight": (4, 4)}
-        self.assertEqual(found, expected)
-        # The heads of queries and keys are twice as wide as those of values.
-        wide = attention(weights | {"k_proj": (16, 8)}, **GROUPS)
-        self.assertEqual(split_of(wide), {})
-        plain = attention(weights | {"q_proj": (24, 8)}, **GROUPS)
-        self.assertEqual(split_of(plain), {})
-
     def test_wrapped_layers(self):
-        module = attention({"qkv_proj": (40, 8)}, **GROUPS)
+        module = attention({"qkv_proj": 40}, **GROUPS)
         module.qkv_proj = lora(module.qkv_proj)
         (name,) = split_of(torch.compile(tree([checkpoint_wrapper(module)])))
         self.assertEqual(name, "_orig_mod.0.qkv_proj.base_layer.weight")
 
     def test_projections(self):
         """Those whose heads are unknown were silently left whole."""
-        for rows, attributes, sizes in PROJECTIONS:
-            weights = {name: (number, 8) for name, number in rows.items()}
-            model = tree([attention(weights, **attributes)])
-            with self.subTest(sizes, attributes=attributes):
+        for name, rows, attributes, size in PROJECTIONS:
+            model = tree([attention({name: rows}, **attributes)])
+            split, mark = None, "Muon, left whole: head size unknown"
+            if size:
+                split = (size,) * (rows // size)
+                mark = f"Muon, split {split}"
+            with self.subTest(name, rows=rows, attributes=attributes):
                 self.assertEqual(split_of(model), {})
                 splits = split_of(model, heads=True)
+                self.assertEqual(splits, {f"0.{name}.weight": split})
                 found = self.destinations(model, split=splits)
-                for name, size in sizes.items():
-                    split, weight = None, f"0.{name}.weight"
-                    mark = "Muon, left whole: head size unknown"
-                    if size:
-                        split = (size,) * (rows[name] // size)
-                        mark = f"Muon, split {split}"
-                    self.assertEqual(splits[weight], split)
-                    self.assertEqual(found[weight], mark)
-
-    def test_config_that_refuses_to_answer(self):
-        refusing = attention({"k_proj": (8, 8)}, **SIX, config=RefusingConfig())
-        self.assertEqual(split_of(refusing, heads=True), {"k_proj.weight": None})
+                self.assertEqual([*found.values()], [mark])
 
     def test_no_projections(self):
-        """Learned queries, and a sparse indexer."""
-        indexer = attention({"wq_b": (24, 8)}, **SIX)
-        model = tree([Bare({"query": (24, 8)}, **SIX), {"indexer": indexer}])
+        """Learned queries, a kernel, a sparse indexer, a projection to latents, and one head."""
+        one = attention({"k_proj": 4}, num_heads=6, num_kv_heads=1, head_dim=4)
+        latent = attention({"q_a_proj": 24}, **SIX)
+        indexer = attention({"wq_b": 24}, **SIX)
+        queries = Bare({"query": (24, 8), "q_weight": (24, 8, 1)}, **SIX)
+        model = tree([queries, latent, {"indexer": indexer}, one])
         self.assertEqual(split_of(model, heads=True), {})
-
-    def test_one_head(self):
-        one = attention({"k_proj": (4, 8)}, num_heads=6, num_kv_heads=1, head_dim=4)
-        self.assertEqual(split_of(one, heads=True), {})
 
     def test_heads_of_torch(self):
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

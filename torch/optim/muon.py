@@ -295,8 +295,8 @@ def partition_named_parameters(
       and layers outside of blocks that are named ``classifier``, ``head``, ``lm_head``, ``output``, ``proj_out`` or
       ``unembed``, with all that is in them;
     - routers: layers that are named ``gate`` or ``router``;
-    - everything that is not 2D, matrices of one row or column, and parameters without "weight" in their name, such as
-      tables;
+    - everything that is not 2D, matrices of one row or column, and parameters with "bias" or "embed" in their own
+      name, which is the last part;
     - the weights of RNN, LSTM and GRU.
 
     Blocks are the elements of a list that has several of a class. Exclude the heads that no rule finds:
@@ -308,10 +308,9 @@ def partition_named_parameters(
             the rest. They match with and without ``_orig_mod.`` (default: ())
         verbose (bool, optional): prints on rank 0 where each parameter goes, and why (default: False)
         split (mapping, optional): names or patterns of fused weights, and the ``split`` of each, as
-            :func:`split_of` returns them. The last that matches a name decides. One that only fits the
-            flattened parameter, such as a convolution, gives it to Muon with ``flatten`` (default: None)
-        allow_batched_matrices (bool, optional): gives 3D stacks with "expert" in their name to Muon, which needs
-            its argument of the same name (default: False)
+            :func:`split_of` returns them. The last that matches a name decides (default: None)
+        allow_batched_matrices (bool, optional): gives 3D stacks of at least two matrices to Muon, which needs its
+            argument of the same name. A convolution is no stack (default: False)
 
     Returns:
         tuple of two lists: matrices and the rest, as (name, Parameter). With ``split``, the matrices are
@@ -330,8 +329,8 @@ def split_of(module: nn.Module, *, heads: bool = False) -> dict[str, Any]:
     r"""Finds how fused weights are cut into matrices.
 
     It knows the layouts of some names, such as ``qkv_proj`` and ``gate_up_proj``, and takes the sizes from attributes
-    of the module that has the layer, from its config, or from the layers next to it. The result lacks weights whose
-    rows are not as many as these say.
+    of the module that has the layer, or from its config. The result lacks weights whose rows are not as many as these
+    say.
 
     With ``heads``, each head of attention is a matrix of its own. Projections of queries, keys and values have a split
     then, too, or None if the module does not say the size of a head. Of latent attention (MLA), the projections

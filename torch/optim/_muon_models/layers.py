@@ -1,10 +1,8 @@
 """Why the parameters of a layer are not for Muon: by the types of layers, their places, and few names."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 
 # FSDP1, activation checkpointing, torch.compile and PEFT put a layer into another module, under these names.
@@ -17,54 +15,47 @@ _WRAPPERS = {
 }
 _ROUTERS = {"gate", "router"}
 _OUTPUT_HEADS = {"classifier", "head", "lm_head", "output", "proj_out", "unembed"}
-_EMBEDDING = "embedding"
 _OUTPUT_HEAD = "output head"
+EMBEDDING = "embedding"
 
 
-def reasons_by_layer(model: nn.Module) -> dict[str, str]:
-    """Name of a module -> why the parameters in it are not for Muon; "" if they may be."""
+def reasons_by_layer(model: nn.Module) -> tuple[dict[str, str], set[nn.Parameter]]:
+    """Name of a module, without wrappers -> why the parameters in it are not for Muon; "" if they may be. And the
+    parameters of embeddings, which other layers may have, too.
+    """
     output_embeddings = set()
     for module in model.modules():
         # A method of transformers.
         find = getattr(module, "get_output_embeddings", None)
-        if callable(find):
-            output_embeddings.add(id(find()))
+        layer = find() if callable(find) else None
+        if isinstance(layer, nn.Module):
+            output_embeddings.add(_unwrapped(layer))
     reasons: dict[str, str] = {}
-    blocks: set[int] = set()
+    tables: set[nn.Parameter] = set()
+    blocks: set[nn.Module] = set()
     # The modules inside blocks, and those inside linear layers, which are adapters.
     inner_names: set[str] = set()
     last_layer = None
     # A module comes before those inside it.
-    for name, module in model.named_modules():
-        parent_name, _, _ = name.rpartition(".")
-        layer = _unwrapped(module)
-        is_inside = parent_name in inner_names or id(module) in blocks
-        reason = reasons.get(parent_name, "")
-        if not reason and id(module) in output_embeddings:
-            reason = _OUTPUT_HEAD
-        reasons[name] = reason or _why_not(layer, name, is_inside)
-        blocks.update(map(id, _blocks_in(module)))
-        if _is_linear(layer) and not is_inside and reasons[name] != _EMBEDDING:
+    for wrapped_name, module in model.named_modules():
+        name, layer = unwrapped(wrapped_name), _unwrapped(module)
+        parent_name, _, own_name = name.rpartition(".")
+        is_inside = parent_name in inner_names or layer in blocks
+        reason = reasons[parent_name] if name else ""
+        if layer in output_embeddings:
+            reason = reason or _OUTPUT_HEAD
+        reasons[name] = reason or _why_not(layer, own_name, is_inside)
+        blocks.update(_blocks_in(layer))
+        if reasons[name] == EMBEDDING:
+            tables.update(layer.parameters())
+        elif _is_linear(layer) and not is_inside:
             last_layer = name
         if _is_linear(layer) or is_inside:
             inner_names.add(name)
-    cleaned = {}
     for name, reason in reasons.items():
         if name == last_layer or name.startswith(f"{last_layer}."):
-            reason = reason or _OUTPUT_HEAD
-        # The names of parameters lack the prefixes of FSDP1 and of activation checkpointing.
-        cleaned[clean_tensor_name(f"{name}.")[:-1]] = reason
-    return cleaned
-
-
-def embedding_ids(model: nn.Module, reasons: dict[str, str]) -> set[int]:
-    """The parameters of embeddings, which other layers may have, too."""
-    found = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer_name, _, _ = clean_tensor_name(name).rpartition(".")
-        if reasons[layer_name] == _EMBEDDING:
-            found.add(id(parameter))
-    return found
+            reasons[name] = reason or _OUTPUT_HEAD
+    return reasons, tables
 
 
 def unwrapped(name: str) -> str:
@@ -85,29 +76,29 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or getattr(weight, "ndim", 0) == 2
 
 
-def _why_not(layer: nn.Module, name: str, is_in_block: bool) -> str:
-    _, _, own_name = unwrapped(name).rpartition(".")
+def _why_not(layer: nn.Module, own_name: str, is_in_block: bool) -> str:
     # Other packages' embeddings have torch's attributes.
     if hasattr(layer, "num_embeddings") and hasattr(layer, "weight"):
-        return _EMBEDDING
+        return EMBEDDING
     if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)):
         return "recurrent"
     if own_name in _ROUTERS:
         return "router"
     if own_name in _OUTPUT_HEADS and not is_in_block:
         return _OUTPUT_HEAD
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return "convolution"
     return ""
 
 
 def _blocks_in(container: nn.Module) -> Iterator[nn.Module]:
     """The elements of a list that are blocks, and not single layers."""
-    if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        return
-    counts = Counter(type(_unwrapped(child)) for child in container.children())
+    types = [type(_unwrapped(child)) for child in container.children()]
     for key, child in container.named_children():
         layer = _unwrapped(child)
         # A pipeline's stage may have one block. A Sequential may have a model and its head.
-        is_numbered = key.isdigit() and not isinstance(container, nn.Sequential)
-        is_repeated = is_numbered or counts[type(layer)] > 1
-        if is_repeated and not _is_linear(layer) and any(layer.children()):
-            yield child
+        is_block = key.isdigit()
+        if isinstance(container, nn.Sequential):
+            is_block = types.count(type(layer)) > 1
+        if is_block and not _is_linear(layer) and any(layer.children()):
+            yield layer

@@ -2,30 +2,21 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from .._muon_engine.layouts import fsdp1, fsdp2
-from .._muon_engine.layouts.layout import matrix_shape
 from .._muon_engine.process_groups import listed, process_rank
 from .._muon_split import Split
-from .layers import embedding_ids, reasons_by_layer
+from .layers import EMBEDDING, reasons_by_layer, unwrapped
 from .splits import is_fused
 
 
 NamedParameter = tuple[str, nn.Parameter]
 Shape = tuple[int, ...]
-
-
-class _Options(NamedTuple):
-    """The options of a parameter group that say which matrices are in a parameter."""
-
-    split: Split = Split()
-    flatten: bool = False
 
 
 def partition(
@@ -47,35 +38,30 @@ def partition(
     splits: dict[str, Any] = {}
     for pattern, option in (split or {}).items():
         splits |= dict.fromkeys(_matching(pattern, shapes), option)
-    reasons = reasons_by_layer(module)
-    tied_to_embedding = embedding_ids(module, reasons)
+    reasons, tables = reasons_by_layer(module)
     is_first_rank = process_rank() == 0
-    groups: dict[_Options, list[NamedParameter]] = {}
+    groups: dict[Split, list[NamedParameter]] = {}
     others: list[NamedParameter] = []
     unused_splits = []
     for parameter_name, parameter, tensors in parameters:
         # None for the rest.
-        found: set[_Options | None] = set()
+        found: set[Split | None] = set()
         examples: dict[str, str] = {}
         for name, shape in tensors:
-            options = _options_of(Split.of(splits.get(name)), shape)
-            layer_name, _, _ = name.rpartition(".")
-            reason = _why_no_matrix(name, shape, options, takes_stacks)
+            layer_name, _, own_name = unwrapped(name).rpartition(".")
+            reason = _why_no_matrix(own_name, shape, takes_stacks)
             reason = reason or reasons[layer_name]
-            if id(parameter) in tied_to_embedding:
-                reason = "embedding"
+            if parameter in tables:
+                reason = EMBEDDING
             if name in excluded:
                 reason = "excluded"
-            elif reason and options.split.sizes:
+            elif reason and splits.get(name):
                 unused_splits.append(name)
-            destination = f"rest: {reason}" if reason else _described(name, options)
-            if not reason and name in splits and splits[name] is None:
-                destination += ", left whole: head size unknown"
-            found.add(None if reason else options)
+            destination = f"rest: {reason}" if reason else _described(name, splits)
+            found.add(None if reason else Split.of(splits.get(name)))
             examples[destination] = name
             if verbose and is_first_rank:
-                frozen = "" if parameter.requires_grad else ", frozen"
-                print(f"{name} {shape} -> {destination}{frozen}")
+                print(f"{name} {shape} -> {destination}")
         if len(found) > 1:
             raise fsdp1.mixed(parameter_name, examples)
         (group,) = found
@@ -87,48 +73,32 @@ def partition(
     if split is None:
         return list(chain.from_iterable(groups.values())), others
     parameter_groups = [
-        {"params": named, "split": options.split.option, "flatten": options.flatten}
-        for options, named in groups.items()
+        {"params": named, "split": group.option} for group, named in groups.items()
     ]
     return parameter_groups, others
 
 
-def _why_no_matrix(
-    name: str, shape: Shape, options: _Options, takes_stacks: bool
-) -> str:
+def _why_no_matrix(own_name: str, shape: Shape, takes_stacks: bool) -> str:
     """Why a tensor has no matrix for Muon; "" if it has one."""
-    is_stack = len(shape) == 3 and takes_stacks and "expert" in name
-    if len(shape) != 2 and not is_stack and not options.flatten:
+    is_stack = takes_stacks and len(shape) == 3 and shape[0] > 1
+    if len(shape) != 2 and not is_stack:
         return f"{len(shape)}D"
-    if 1 in matrix_shape(shape, options.flatten):
+    if 1 in shape[-2:]:
         return "one row or column"
-    # A table, a gain of each head, a state: nothing says that a layer multiplies by it.
-    is_weight = "weight" in ".".join(name.split(".")[-2:])
-    if not is_weight and not is_stack and not options.split.sizes:
-        return "not named a weight"
-    return ""
+    if "bias" in own_name:
+        return "bias"
+    return EMBEDDING if "embed" in own_name else ""
 
 
-def _described(name: str, options: _Options) -> str:
+def _described(name: str, splits: Mapping[str, Any]) -> str:
     """What Muon does with a tensor."""
-    words = "Muon"
-    if options.split.sizes:
-        words += f", split {options.split.option}"
-    elif is_fused(name):
-        words += ", left whole: named like a fused weight"
-    if options.flatten:
-        words += ", flattened"
-    return words
-
-
-def _options_of(split: Split, shape: Shape) -> _Options:
-    """A split that fits the matrices of a stack is for these. One that fits the flattened parameter is for this."""
-    if not split.sizes or len(shape) < 2:
-        return _Options()
-    flattened_shape = matrix_shape(shape, flatten=True)
-    if split.problem_with(shape[-2:]) and not split.problem_with(flattened_shape):
-        return _Options(split, flatten=True)
-    return _Options(split)
+    if splits.get(name):
+        return f"Muon, split {Split.of(splits[name]).option}"
+    if name in splits:
+        return "Muon, left whole: head size unknown"
+    if is_fused(name):
+        return "Muon, left whole: named like a fused weight"
+    return "Muon"
 
 
 def _matching(pattern: str, names: Collection[str]) -> set[str]:
@@ -142,8 +112,5 @@ def _matching(pattern: str, names: Collection[str]) -> set[str]:
         if fnmatch(name, pattern) or fnmatch(name.replace("_orig_mod.", ""), pattern):
             matched.add(name)
     if not matched:
-        near_names = get_close_matches(pattern, list(names), cutoff=0.0)
-        raise ValueError(
-            f"no parameter matches {pattern!r}; near names are {near_names}"
-        )
+        raise ValueError(f"no parameter matches {pattern!r}")
     return matched

@@ -52,36 +52,38 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
         for tensor_name, shape in tensors:
             owner_name, weight_name = _owner_and_weight(tensor_name)
             owner = owners[owner_name]
-            is_matrix = len(shape) == 2
             is_stack = len(shape) == 3 and weight_name == "gate_up_proj"
-            split = Split()
-            if weight_name in _LAYOUTS and (is_matrix or is_stack):
-                split = _LAYOUTS[weight_name](owner, shape)
-            if heads and split.sizes and weight_name != "gate_up_proj":
-                split = _heads_of_fused(owner, split)
-            if split.sizes:
+            if len(shape) != 2 and not is_stack:
+                continue
+            is_weight = tensor_name.endswith("weight")
+            if weight_name in _LAYOUTS:
+                split = _LAYOUTS[weight_name](owner, weight_name, shape)
+                if split.problem_with(shape[-2:]):
+                    continue
+                if heads and weight_name != "gate_up_proj":
+                    split = _heads_of_fused(owner, split)
                 splits[tensor_name] = split.option
-            elif heads and is_matrix and _is_projection(tensor_name):
-                size = _size_in_projection(owner, weight_name, shape[0])
+            elif heads and is_weight and _is_projection(owner_name, weight_name):
+                split = _projection(owner, weight_name, shape)
+                is_known = not split.problem_with(shape)
                 # A matrix of one head is the head.
-                if size != shape[0]:
-                    known = (size,) * (shape[0] // size) if size else None
-                    splits[tensor_name] = known
+                if split.sizes != shape[:1]:
+                    splits[tensor_name] = split.option if is_known else None
     return splits
 
 
 def is_fused(tensor_name: str) -> bool:
     """Whether a weight is named as if it had several matrices."""
-    owner_name, weight_name = _owner_and_weight(tensor_name)
-    _, _, owner_own_name = owner_name.rpartition(".")
-    return any(part in f"{owner_own_name}.{weight_name}" for part in _FUSED)
+    _, weight_name = _owner_and_weight(tensor_name)
+    return any(part in weight_name for part in _FUSED)
 
 
-def _is_projection(tensor_name: str) -> bool:
-    """Whether a weight is named as if it had queries, keys or values only. Sparse indexers have such names, too."""
-    owner_name, weight_name = _owner_and_weight(tensor_name)
-    is_weight = tensor_name.endswith("weight")
-    return is_weight and weight_name in _PROJECTIONS and "indexer" not in owner_name
+def _is_projection(owner_name: str, weight_name: str) -> bool:
+    """Whether a weight is named as if it had queries, keys or values of heads only."""
+    words = set(weight_name.split("_"))
+    # A projection to the latents of all heads, and a sparse indexer.
+    has_no_heads = "a" in words or "indexer" in owner_name
+    return not has_no_heads and not words.isdisjoint(_PROJECTED)
 
 
 def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
@@ -109,125 +111,84 @@ def _size(owner: Any, *attributes: str) -> int:
 
 def _head_size(owner: Any, rows: int, heads: int) -> int:
     """The rows of each of ``heads``; 0 if no attribute confirms it."""
-    if not heads or rows % heads:
-        return 0
-    size = rows // heads
+    size = rows // max(heads, 1)
     is_confirmed = any(_size(owner, attribute) == size for attribute in _HEAD_SIZES)
     # A width of all heads, as diffusers has it.
     return size if is_confirmed or _size(owner, "inner_dim") == rows else 0
 
 
-def _size_in_projection(owner: Any, weight_name: str, rows: int) -> int:
-    """The rows of a head in a weight of queries, keys or values only; 0 if they are not known."""
+def _projection(owner: Any, weight_name: str, shape: Shape) -> Split:
+    """The heads of queries, keys or values."""
     heads = _size(owner, *_HEADS)
     if "q" not in weight_name:
         heads = _size(owner, *_KEY_HEADS) or heads
-    return _head_size(owner, rows, heads)
+    return Split((_head_size(owner, shape[0], heads),) * heads)
 
 
 def _heads_of_fused(owner: Any, split: Split) -> Split:
     """The heads of a fused weight, each a part of its own, in the order of the lines."""
     heads = _size(owner, *_HEADS)
-    if split.repeats > 1 and split.repeats == heads:
+    if split.repeats == heads:
         return Split(split.sizes * heads, 1, split.dim)
-    # The last part of a group is one head.
-    size = split.sizes[-1]
-    if split.repeats == 1:
-        if not heads or split.sizes[0] % heads:
-            return split
-        size = split.sizes[0] // heads
+    size, remaining_lines = divmod(split.sizes[0] * split.repeats, max(heads, 1))
+    if remaining_lines:
+        return split
     return Split((size,) * (split.lines // size), 1, split.dim)
 
 
-def _counts_and_size(owner: Any, rows: int) -> tuple[int, int, int]:
-    """How many heads of queries and of keys a fused weight has, and the rows of each; a size of 0 if they do not fit."""
+def _queries_keys_values(owner: Any, weight_name: str, shape: Shape) -> Split:
+    """All queries, all keys, all values; or these for each group of heads."""
+    # Attention without groups of heads has other layouts under this name.
+    if weight_name == "qkv_proj" and not hasattr(owner, "num_key_value_heads"):
+        return Split()
     queries = _size(owner, *_HEADS)
     keys = _size(owner, *_KEY_HEADS) or queries
-    return queries, keys, _head_size(owner, rows, queries + 2 * keys)
-
-
-def _groups_of_heads(owner: Any, shape: Shape) -> Split:
-    """For each group of heads, its queries, its key and its value."""
-    queries, groups, size = _counts_and_size(owner, shape[0])
-    if not size or queries % groups:
+    size = _head_size(owner, shape[0], queries + 2 * keys)
+    groups = keys if weight_name in _GROUPED else 1
+    if not size:
         return Split()
-    return Split((queries // groups * size, size, size), groups)
+    key_rows = keys // groups * size
+    return Split((queries // groups * size, key_rows, key_rows), groups)
 
 
-def _blocks_of_heads(owner: Any, shape: Shape) -> Split:
-    """All queries, all keys, all values."""
-    queries, keys, size = _counts_and_size(owner, shape[0])
-    return Split((queries * size, keys * size, keys * size)) if size else Split()
+def _c_attn(owner: Any, _weight_name: str, shape: Shape) -> Split:
+    """GPT-2 of transformers has (in, out), and cross-attention keys and values only. nanoGPT has (out, in)."""
+    dim = 0 if hasattr(owner, "n_embd") else 1
+    width = shape[1 - dim]
+    parts = shape[dim] // width
+    return Split((width,) * parts, 1, dim) if parts in (2, 3) else Split()
 
 
-def _qkv_proj(owner: Any, shape: Shape) -> Split:
-    """Attention without groups of heads has other layouts under this name."""
-    has_groups = hasattr(owner, "num_key_value_heads")
-    return _blocks_of_heads(owner, shape) if has_groups else Split()
-
-
-def _c_attn(_owner: Any, shape: Shape) -> Split:
-    """The weight is (in, out). Cross-attention has keys and values only."""
-    rows, columns = shape
-    if columns not in (2 * rows, 3 * rows):
-        return Split()
-    return Split((rows,) * (columns // rows), dim=1)
-
-
-def _wqkv(owner: Any, shape: Shape) -> Split:
-    queries, size = _size(owner, "heads_per_kv"), _size(owner, "head_dim")
-    groups, remaining_rows = divmod(shape[0], (queries + 2) * size or 1)
-    if not queries or not size or remaining_rows:
-        return Split()
-    return Split((queries * size, size, size), groups)
-
-
-def _q_proj(owner: Any, shape: Shape) -> Split:
-    """For each head, its query and its gate, where a head has twice as many rows as a key."""
-    heads, key_heads = _size(owner, *_HEADS), _size(owner, *_KEY_HEADS)
-    key_rows = _size(getattr(owner, "k_proj", None), "out_features")
-    size = _head_size(owner, key_rows, key_heads)
-    output_columns = _size(getattr(owner, "o_proj", None), "in_features")
-    if not size or output_columns != heads * size or shape[0] != 2 * output_columns:
-        return Split()
-    return Split((size, size), heads)
-
-
-def _kv_b_proj(owner: Any, shape: Shape) -> Split:
+def _kv_b_proj(owner: Any, _weight_name: str, _shape: Shape) -> Split:
     """In latent attention: for each head, its key without positions and its value."""
     sizes = _size(owner, "qk_nope_head_dim"), _size(owner, "v_head_dim")
-    heads = _size(owner, *_HEADS)
-    if 0 in sizes or shape[0] != heads * sum(sizes):
-        return Split()
-    return Split(sizes, heads)
+    return Split(sizes, _size(owner, *_HEADS))
 
 
-def _gate_up_proj(owner: Any, shape: Shape) -> Split:
+def _gate_up_proj(owner: Any, _weight_name: str, shape: Shape) -> Split:
     """A matrix has the rows of the gate first. Stacks are stored in several ways, and transformers says in which one."""
-    if len(shape) == 3 and not hasattr(owner, "is_concatenated"):
-        return Split()
-    dim = 1 if getattr(owner, "is_transposed", False) else 0
-    half, odd_line = divmod(shape[dim - 2], 2)
-    if odd_line:
-        return Split()
-    is_concatenated = getattr(owner, "is_concatenated", True)
-    return Split((half, half), dim=dim) if is_concatenated else Split((1, 1), half, dim)
+    dim, is_concatenated = 0, True
+    if len(shape) == 3:
+        if not hasattr(owner, "is_concatenated"):
+            return Split()
+        dim, is_concatenated = int(owner.is_transposed), owner.is_concatenated
+    half = shape[dim - 2] // 2
+    return Split((half, half), 1, dim) if is_concatenated else Split((1, 1), half, dim)
 
 
-# Name of a layer, or of a bare parameter -> the split of its weight.
-_LAYOUTS: dict[str, Callable[[Any, Shape], Split]] = {
-    "Wqkv": _blocks_of_heads,
+# Name of a layer, or of a bare parameter -> the split of its weight, if it fits the shape.
+_LAYOUTS: dict[str, Callable[[Any, str, Shape], Split]] = {
+    "Wqkv": _queries_keys_values,
     "c_attn": _c_attn,
     "gate_up_proj": _gate_up_proj,
-    "in_proj_weight": _blocks_of_heads,
+    "in_proj_weight": _queries_keys_values,
     "kv_b_proj": _kv_b_proj,
-    "linear_qkv": _groups_of_heads,
-    "q_proj": _q_proj,
-    "qkv_proj": _qkv_proj,
-    "query_key_value": _groups_of_heads,
+    "linear_qkv": _queries_keys_values,
+    "qkv_proj": _queries_keys_values,
+    "query_key_value": _queries_keys_values,
     "wkv_b": _kv_b_proj,
-    "wqkv": _wqkv,
 }
+_GROUPED = {"linear_qkv", "query_key_value"}
 # Parts of the names of fused weights, whose layout may be unknown.
 _FUSED = (
     "att_proj",
@@ -241,20 +202,5 @@ _FUSED = (
     "w12",
     "w13",
 )
-# Weights of queries, keys or values; in latent attention, q_b has the queries.
-_PROJECTIONS = {
-    pattern.format(word)
-    for word in ("q", "k", "v", "query", "key", "value", "q_b")
-    for pattern in (
-        "{}",
-        "{}_layer",
-        "{}_lin",
-        "{}_proj",
-        "{}_proj_weight",
-        "add_{}_proj",
-        "linear_{}",
-        "project_{}",
-        "to_{}",
-        "w{}",
-    )
-}
+# Words in the names of weights of queries, keys or values; wq_b and q_b_proj have the queries of latent attention.
+_PROJECTED = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
