@@ -203,7 +203,7 @@ class Muon(Optimizer):
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
-        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
+        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it."""
         return {} if self._engine is None else self._engine.matrix_owners
 
     @property
@@ -241,7 +241,7 @@ class Muon(Optimizer):
     def synchronize(self) -> None:
         """Waits until all ranks have told each other about the last :meth:`step`.
 
-        On accelerators, only the first step waits for the device. A later one cannot know whether the
+        On accelerators, only the first steps wait for the device. A later one cannot know whether the
         ranks differ in their gradients or options, so the next :meth:`step`, :meth:`state_dict` or
         :meth:`add_param_group`, or this method, raises the error. Call this method after the last step.
         Without a ``distributed_config`` and on CPUs, it has nothing to do.

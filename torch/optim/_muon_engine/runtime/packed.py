@@ -83,7 +83,7 @@ class PackedStep:
         groups: Mapping[Ranks, ProcessGroup | None],
         rank: int,
     ) -> None:
-        """Adds what few optimizers need: relays, and products of several owners."""
+        """Adds what few optimizers need: relays."""
         if any(local.planned_relays for local in self.buckets):
             from .relays import attach_relays
 
