@@ -185,6 +185,7 @@ def on(tool, ours, fork):
         assert not code or (everything(fork), everything(ours)) == before
         return done
 
+    call.words = (sys.executable, ours / "setup_overlay.py")
     return call
 
 
@@ -222,9 +223,11 @@ def snapshot(root):
     """Every file below a folder with its text, and where links lead, git's own files left out."""
     found = {}
     for path in sorted(root.rglob("*")):
+        if {".git", "__pycache__"} & {*path.parts}:
+            continue
         if path.is_symlink():
             found[path] = os.readlink(path)
-        elif path.is_file() and not {".git", "__pycache__"} & {*path.parts}:
+        elif path.is_file():
             found[path] = path.read_bytes()
     return found
 

@@ -79,16 +79,6 @@ def test_notebook(tmp_path):
     assert costs["the long way"][2] > 2 * total
 
 
-def test_without_the_overlay(tmp_path):
-    (tmp_path / "torch" / "optim").mkdir(parents=True)
-    for folder in ("torch", "torch/optim"):
-        (tmp_path / folder / "__init__.py").touch()
-    first, *_ = (source for kind, source in cells() if kind == "code")
-    code, _, err = execute(first, EXAMPLES, tmp_path)
-    assert code == 1
-    assert "`.venv/bin/python -m pip install jupyterlab`" in err
-
-
 def test_notebook_is_up_to_date():
     script = jupytext.reads(SCRIPT.read_text(encoding="utf-8"), fmt="py:percent")
     assert cells() == [(cell.cell_type, cell.source) for cell in script.cells]

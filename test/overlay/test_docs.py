@@ -252,38 +252,11 @@ def test_api_is_that_of_the_code():
         assert dict(rows) == signature_of(title), title
 
 
-def test_quoted_simulations_are_those_of_the_data():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    page = page.partition("## Simulated")[2]
-    data = (ROOT / "docs" / "data" / "scale.md").read_text()
-    layouts, _, adamw = page.partition("### Against AdamW")
-    for section in (layouts, adamw):
-        row = r"^\| ([^|]+ ranks) \| ([\d.%| ]+) \|$"
-        quoted = re.findall(row, section, re.MULTILINE)
-        assert len(quoted) > 4
-        for title, cells in quoted:
-            tables = re.findall(rf"^{re.escape(title)}  (.*)", data, re.MULTILINE)
-            one, by_options = (row.split() for row in tables)
-            row = one if section == layouts else by_options
-            assert set(cells.split(" | ")) <= set(row), title
-
-
 def quoted_errors(page, end):
     """The quotations in the first columns of a page's tables, before the section ``end``."""
     tables = (ROOT / "docs" / page).read_text().partition(end)[0]
     rows = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
     return [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
-
-
-def test_rfc_quotes_the_page_of_the_h100():
-    def figures(document, start, end):
-        section = (ROOT / document).read_text().split(start)[1].split(end)[0]
-        return {*re.findall(r"(?<![\w.,])\d[\d.,]*(?<![.,])", section)}
-
-    measured = figures("docs/performance.md", "### On one H100", "\n## ")
-    quoted = figures("docs/rfc.md", "**On one H100**", "**Reading order**")
-    assert len(quoted) > 15
-    assert quoted <= measured
 
 
 @pytest.mark.parametrize(
@@ -301,25 +274,3 @@ def test_quoted_errors_are_those_of_the_code(page, end, source, least):
     for quotation in quoted:
         for piece in re.split(r"\(.*?\)|\d+", quotation):
             assert piece.strip(" ,") in text, quotation
-
-
-def test_figures_are_drawn_again(tmp_path):
-    pytest.importorskip("matplotlib")
-    figures, out = ROOT / "docs" / "figures", tmp_path / "loss.png"
-    words = [out, "--steps", 4, "--rates", 0.003]
-    ends = []
-    for clips in ("all", "adamw"):
-        run = run_example(figures / "loss.py", *words, "--clip", clips, processes=2)
-        assert run.code == 0, run.err
-        assert "Muon on one process and on many" in run.out
-        assert out.stat().st_size > 1000
-        ends += re.findall("^(?:AdamW|Muon), learning rate.*$", run.out, re.MULTILINE)
-    adamw, muon, same_adamw, other_muon = ends
-    assert adamw == same_adamw
-    assert muon != other_muon
-    run = run_example(figures / "route.py", tmp_path / "route.png", processes=1)
-    assert run.code == 0, run.err
-    # 70 elements, of which the owner has 15 (a quarter), or 40 (the larger half) and a replica.
-    numbers = re.findall(r"(gather|scatter): (\d+) elements", run.out)
-    least = [("gather", "55"), ("scatter", "55"), ("gather", "30"), ("scatter", "100")]
-    assert numbers == least

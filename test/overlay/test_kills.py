@@ -16,7 +16,7 @@ import pytest
 from overlay.conftest import append, commit_all, git, MUON, OWN, run, snapshot, tree_of
 
 
-KILLS = int(os.environ.get("MUON_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("MUON_TEST_KILLS", "2"))
 # The tool starts git in a session of its own. Half of the kills reach git, too.
 BOTH = """
 import subprocess, sys
@@ -28,25 +28,32 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def killed(root, words, seconds, *, with_git):
-    command = [root / "setup_overlay.py"]
-    if with_git:
-        command = ["-c", BOTH, root]
+def prepare(ours, command, target, number):
+    """Bring a target to where a command begins, kill the command, and repeat it until it is done."""
+    tool = (sys.executable, ours / "setup_overlay.py")
+    began = time.monotonic()
+    run(*tool, "apply", *target)
+    seconds = time.monotonic() - began
+    if command == "apply":
+        run(*tool, "revert", *target)
+    elif command == "update":
+        append(ours / OWN, "# newer\n" * 9)
+        commit_all(ours)
+    name = "revert" if command == "revert" else "apply"
+    killed = (sys.executable, "-c", BOTH, ours) if number % 2 == 0 else tool
     process = subprocess.Popen(
-        [sys.executable, *map(str, [*command, *words])], start_new_session=True,
+        [str(word) for word in (*killed, name, *target)], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    time.sleep(seconds)
+    time.sleep(random.Random(f"{command}{number}").uniform(0.2, 1.1) * seconds)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def finish(root, words, fork):
-    """Repeat it. git names the lock that a killed git has left."""
+    yield  # it may look at what there is
     for _ in range(9):
-        done = run(sys.executable, root / "setup_overlay.py", *words, check=False)
+        done = run(*tool, name, *target, check=False)
         if done.code == 0:
             return
+        # git names the lock that a killed git has left.
         locks = re.findall(r"'([^']*\.lock)'", done.err)
         assert locks, done
         time.sleep(0.2)  # a git that was not killed ends
@@ -55,58 +62,34 @@ def finish(root, words, fork):
     raise AssertionError(done)
 
 
-def timed(root, words):
-    began = time.monotonic()
-    run(sys.executable, root / "setup_overlay.py", *words)
-    return time.monotonic() - began
+each_kill = pytest.mark.parametrize(
+    ("command", "number"),
+    [(name, n) for name in ("apply", "update", "revert") for n in range(KILLS)],
+)
 
 
-@pytest.mark.parametrize("number", range(KILLS))
-@pytest.mark.parametrize("command", ["apply", "update", "revert"])
-def test_checkout(fork, ours, command, number):
-    rng = random.Random(f"{command}{number}")
+@each_kill
+def test_checkout(fork, ours, on, command, number):
     base = tree_of(fork)
-    apply, revert = ([each, "--checkout", fork] for each in ("apply", "revert"))
-    seconds = timed(ours, apply)
-    if command == "apply":
-        git(fork, "reset", "-q", "--hard", "origin/2.13.0")
-    elif command == "update":
-        append(ours / OWN, "# newer\n" * 9)
-        commit_all(ours)
-    words = revert if command == "revert" else apply
-    killed(ours, words, rng.uniform(0.2, 1.1) * seconds, with_git=number % 2 == 0)
-    finish(ours, words, fork)
+    for _ in prepare(ours, command, ("--checkout", fork), number):
+        pass
     assert git(fork, "status", "--porcelain") == ""
     if command != "revert":
         assert (fork / OWN).read_text() == (ours / OWN).read_text()
-        finish(ours, revert, fork)
+        on("revert")
     assert tree_of(fork) == base
     assert git(fork, "status", "--porcelain") == ""
 
 
-@pytest.mark.parametrize("number", range(KILLS))
-@pytest.mark.parametrize("command", ["apply", "update", "revert"])
-def test_installed(installed, ours, command, number):
-    rng = random.Random(f"{command}{number}")
+@each_kill
+def test_installed(installed, ours, tool, command, number):
     before = snapshot(installed.site)
-    apply, revert = (
-        [each, "--python", installed.python] for each in ("apply", "revert")
-    )
-    seconds = timed(ours, apply)
-    if command == "apply":
-        run(sys.executable, ours / "setup_overlay.py", *revert)
-    elif command == "update":
-        append(ours / OWN, "# newer\n")
-    words = revert if command == "revert" else apply
-    killed(ours, words, rng.uniform(0.3, 1.1) * seconds, with_git=True)
-    where = "import torch.optim._muon as muon; print(muon.__file__)"
-    # Python has the stock torch or the overlay, whole.
-    assert MUON in run(installed.python, "-c", where).out
-    finish(ours, words, installed.site)
+    target = ("--python", installed.python)
+    for _ in prepare(ours, command, target, number):
+        # Python has the stock torch or the overlay, whole.
+        where = "import torch.optim._muon as muon; print(muon.__file__)"
+        assert MUON in run(installed.python, "-c", where).out
     if command != "revert":
-        assert (
-            "as in this"
-            in run(sys.executable, ours / "setup_overlay.py", "status", *apply[1:]).out
-        )
-        finish(ours, revert, installed.site)
+        tool(ours, "status", *target, says=["as in this"])
+        tool(ours, "revert", *target)
     assert snapshot(installed.site) == before

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("cosmic_ray")
 
-from tools.mutation import __main__ as command, draw
+from tools.mutation import draw
 from tools.mutation.faults import listed, table
 from tools.overlay.payload import ROOT
 
@@ -41,17 +41,3 @@ def test_tables_fit_their_files():
         compile(fault.source, fault.name, "exec")
     for file, old, _, _ in table("equivalent.txt"):
         assert old in " ".join((optim / file).read_text().split())
-
-
-def test_names_of_tests_that_noticed():
-    """Values of parametrized tests have spaces."""
-    tests = [
-        "a.py::T::test_options_case_missing",
-        "a.py::T::test_options_case_missing gradients",
-    ]
-    for line, expected in (
-        ("a.py::T::test_options_case_missing gradients - AssertionError: x", tests[1]),
-        ("a.py::T::test_options_case_missing - AssertionError: gradients", tests[0]),
-        ("b.py: ImportError", "b.py"),
-    ):
-        assert command._test_in(line, tests) == expected

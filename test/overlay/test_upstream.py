@@ -20,8 +20,7 @@ MAILS = sorted((ROOT / "patches/upstream").glob("*.patch"))
 
 def test_versions():
     assert versions.SUPPORTED == f"{VERSIONS[0]} to {VERSIONS[-1]}"
-    for names in versions.STOCK.values():
-        assert ", ".join(names.values()).split(", ") == VERSIONS
+    assert ", ".join(versions.STOCK.values()).split(", ") == VERSIONS
     for text in [
         "2.11.0",
         "2.13.0+cpu",
@@ -34,9 +33,8 @@ def test_versions():
         with pytest.raises(WrongTarget, match=f"{re.escape(text)}.*2.11 to 2.15"):
             versions.full(text)
     assert versions.full("2.14") == "2.14.0"
-    for path in versions.STOCK:
-        assert versions.stock(path, stock_of(path).encode())
-    assert versions.warning(stock_of(MUON).encode()) == []
+    assert versions.stock(stock_of(MUON).encode())
+    assert versions.warnings("2.13.0", {}, stock_of(MUON).encode()) == []
 
 
 def test_each_patch_is_read():
@@ -69,7 +67,10 @@ def stock(tmp_path):
     """The files of this release that mails change."""
     place = tmp_path / "stock"
     put(place, HOLES)
-    put(place, {path: stock_of(path) for path in (MUON, C10D)})
+    # The mails are for the sources since 2.15, where one of the lines is another.
+    now = "grad.to(dtype=torch.bfloat16, copy=True)"
+    muon = stock_of(MUON).replace("grad.bfloat16()", now)
+    put(place, {MUON: muon, C10D: stock_of(C10D)})
     git(place, "init", "-q")
     git(place, "add", "--all")
     git(place, "commit", "-q", "-m", "stock")

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import layer, payload, versions
-from .errors import Refused, WorkFailed, WrongTarget
+from . import layer, versions
+from .errors import OverlayError, Refused
 
 
 # The tests, the examples and verify import these and torch. The linter checks them.
@@ -35,28 +35,11 @@ def python_of(env: Path) -> Path:
     return env / "bin" / "python"
 
 
-def existing_python(root: Path) -> Path:
-    """The environment's interpreter, for commands that do not make one."""
-    env = root / ".venv"
-    if not is_ready(env):
-        raise WrongTarget(f"there is no environment at {env}:\n  {payload.COMMAND} env")
-    return python_of(env)
-
-
-def _packages(env: Path) -> list[str]:
-    """The packages that it was made with; empty: it was not finished."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((env / MARKER).read_text()).get("packages", [])
-    return []
-
-
-def is_ready(env: Path) -> bool:
-    # The base interpreter may be gone.
-    return bool(_packages(env)) and python_of(env).exists()
-
-
-def mark(env: Path, packages: list[str]) -> None:
-    (env / MARKER).write_text(json.dumps({"packages": packages}) + "\n")
+def packages_of(env: Path) -> str:
+    """The packages that it was made with; empty: it was not finished, or its base is gone."""
+    marker = env / MARKER
+    there = marker.exists() and python_of(env).exists()
+    return marker.read_text() if there else ""
 
 
 def ensure(root: Path, version: str | None, *, frameworks: bool = False) -> Path:
@@ -64,36 +47,28 @@ def ensure(root: Path, version: str | None, *, frameworks: bool = False) -> Path
     version = versions.full(version)
     kind = f"-{version}" * (version != versions.PINNED) + "-frameworks" * frameworks
     env, packages = root / f".venv{kind}", [*PACKAGES, *FRAMEWORKS * frameworks]
-    python = python_of(env)
+    python, marker = python_of(env), env / MARKER
     # Our marker is written first, so a folder without it is somebody's.
-    if env.exists() and not (env / MARKER).exists() and any(env.iterdir()):
+    if env.exists() and not marker.exists() and any(env.iterdir()):
         raise Refused(f"{env} was not made by this tool. Move it away")
-    if is_ready(env):
+    if packages_of(env):
         print(f"found {env}", flush=True)
     else:
-        size = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
-        print(f"making {env}: {size}", flush=True)
+        words = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
+        print(f"making {env}: {words}", flush=True)
         shutil.rmtree(env, ignore_errors=True)
         env.mkdir()
-        mark(env, [])
-        # The base interpreter: it outlives an environment that this may run in.
-        base = getattr(sys, "_base_executable", None) or sys.executable
-        run_tool(base, ["venv", str(env)], root)
-    if _packages(env) != packages:
-        mark(env, [])
+        marker.touch()
+        run_tool(sys.executable, ["venv", str(env)], root)
+    wanted = json.dumps(packages)
+    if packages_of(env) != wanted:
+        marker.write_text("")
         # torch takes minutes, which pip shows. The others are many.
         for words in [f"torch=={version}"], ["-qq", *packages]:
             pip = ["pip", "install", "--no-input", "--disable-pip-version-check"]
             run_tool(python, [*pip, *words], env)
-        mark(env, packages)
-    installed = layer.find(python, root, with_path=False)
-    # Its user may have changed it.
-    if versions.release(installed.version or "0.0") != versions.release(version):
-        raise Refused(
-            f"{env} was made with torch {version} and has torch {installed.version} now. "
-            "Remove that folder, and it is made again; `--torch VERSION` makes another."
-        )
-    print(installed.apply(live=True), flush=True)
+        marker.write_text(wanted)
+    print(layer.find(python, root).apply(live=True), flush=True)
     return python
 
 
@@ -104,14 +79,14 @@ def run_tool(python: str | Path, words: list[str], cwd: Path) -> None:
     command = [str(python), "-m", *words]
     done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise WorkFailed(f"{label} failed with exit code {done.returncode}")
+        raise OverlayError(f"{label} failed with exit code {done.returncode}")
 
 
 def run_in(
-    python: Path, words: list[str], cwd: Path, variables: dict[str, str] | None = None
+    python: Path, words: list[str], cwd: Path, env: dict[str, str] | None = None
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
-    env = layer.plain_environment() | (variables or {})
+    env = env or layer.plain_environment()
     with subprocess.Popen([str(python), *words], cwd=cwd, env=env) as process:
         try:
             while True:

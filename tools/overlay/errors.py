@@ -7,15 +7,11 @@ class OverlayError(Exception):
     code = 1
 
 
-class WorkFailed(OverlayError):
-    """A build, an installation, a write."""
-
-
 class WrongTarget(OverlayError):
     code = 2
 
 
 class Refused(OverlayError):
-    """Going on would lose something that is not ours."""
+    """Going on would lose something that is not ours. Nothing has changed."""
 
     code = 3

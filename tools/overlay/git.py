@@ -2,12 +2,11 @@
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from .errors import Refused, WorkFailed, WrongTarget
+from .errors import OverlayError, Refused
 
 
 # Of git's variables, a command gets those that say who commits and how to reach a server.
@@ -32,8 +31,6 @@ def git(
     env: dict[str, str] | None = None,
     check: bool = True,
 ) -> subprocess.CompletedProcess[bytes]:
-    if shutil.which("git") is None:
-        raise WrongTarget("git is not on PATH; install git and try again")
     variables = {name: v for name, v in os.environ.items() if _KEPT.match(name)}
     variables |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
     command = ["git", "-C", str(where), "--literal-pathspecs"]
@@ -56,21 +53,22 @@ def git(
         process.wait()
         raise
     if check and process.returncode:
-        message = errors.decode(errors="replace").strip()
-        raise WorkFailed(f"git {words[0]} failed in {where}: {message}")
+        raise OverlayError(f"git {words[0]} failed in {where}: {said(errors)}")
     return subprocess.CompletedProcess(words, process.returncode, out, errors)
+
+
+def said(output: bytes) -> str:
+    return output.decode(errors="surrogateescape").strip()
 
 
 def ask(where: Path, *words: str, **options: Any) -> str:
     """The output, without white space around it."""
-    out = git(where, *words, **options).stdout
-    return out.decode(errors="surrogateescape").strip()
+    return said(git(where, *words, **options).stdout)
 
 
 def names(where: Path, *words: str, **options: Any) -> list[str]:
     """The output of a command with ``-z``."""
-    out = git(where, *words, **options).stdout.decode(errors="surrogateescape")
-    return out.split("\0")[:-1]
+    return os.fsdecode(git(where, *words, **options).stdout).split("\0")[:-1]
 
 
 def tree(where: Path, commit: str, *paths: str, **options: Any) -> dict[str, str]:
@@ -82,47 +80,17 @@ def tree(where: Path, commit: str, *paths: str, **options: Any) -> dict[str, str
     return blobs
 
 
-def texts(where: Path, objects: list[str], **options: Any) -> list[bytes | None]:
-    """The texts of blobs (or COMMIT:PATH); None: there is no such file."""
-    asked = os.fsencode("".join(f"{name}\n" for name in objects))
-    out = git(where, "cat-file", "--batch", data=asked, **options).stdout
-    found: list[bytes | None] = []
-    for _ in objects:
-        head, _, out = out.partition(b"\n")
-        size = head.split()[-1]
-        if not size.isdigit():
-            found.append(None)
-            continue
-        found.append(out[: int(size)])
-        out = out[int(size) + 1 :]
-    return found
+def text(where: Path, blob: str, **options: Any) -> bytes | None:
+    """The text of a blob (or COMMIT:PATH); None: there is no such file."""
+    done = git(where, "cat-file", "blob", blob, check=False, **options)
+    return None if done.returncode else done.stdout
 
 
-def changes(where: Path, *words: str) -> list[tuple[str, str, str]]:
-    """(path, blob before, blob after) of each change that ``git log`` or ``diff-tree`` lists."""
-    raw = names(
-        where, *words[:1], "--raw", "-z", "--no-abbrev", "--no-renames", *words[1:]
-    )
-    found = []
-    for head, path in zip(raw[::2], raw[1::2]):
-        before, after = head.split()[2:4]
-        found.append((path, before, after))
-    return found
-
-
-def lend(
-    source: Path,
-    place: Path,
-    blobs: set[str],
-    *,
-    source_env: Any = None,
-    env: Any = None,
-) -> None:
-    """Copy blobs from one repository into another."""
-    asked = "".join(f"{blob}\n" for blob in sorted(blobs)).encode()
-    words = ("pack-objects", "-q", "--stdout")
-    pack = git(source, *words, data=asked, env=source_env).stdout
-    git(place, "unpack-objects", "-q", data=pack, env=env)
+def changes(where: Path, *words: str) -> list[tuple[str, str]]:
+    """(path, new blob) of each change that ``git log`` or ``diff-tree`` lists."""
+    command, *others = words
+    raw = names(where, command, "--raw", "-z", "--no-abbrev", "--no-renames", *others)
+    return [(path, head.split()[3]) for head, path in zip(raw[::2], raw[1::2])]
 
 
 def refuse_unfinished(where: Path) -> None:

@@ -7,16 +7,13 @@ optimizers, of whatever kind.
 
 import base64
 import hashlib
-import io
 import re
 import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-from . import git, payload, versions
-from .errors import WrongTarget
+from . import git, payload
 
 
 NAME = "distributed_muon"
@@ -26,20 +23,6 @@ _EXPORTS = "__all__ = ["
 _DESCRIPTION = "tools/overlay/package.md"
 # A change of these, too, makes another package.
 _OTHERS = (_COMBINED, _DESCRIPTION, "LICENSE", "tools/overlay/package.py")
-_CLASSIFIERS = (
-    "Development Status :: 4 - Beta",
-    "Intended Audience :: Developers",
-    "Intended Audience :: Science/Research",
-    "Operating System :: POSIX :: Linux",
-    "Programming Language :: Python :: 3",
-    "Programming Language :: Python :: 3.10",
-    "Programming Language :: Python :: 3.11",
-    "Programming Language :: Python :: 3.12",
-    "Programming Language :: Python :: 3.13",
-    "Programming Language :: Python :: 3.14",
-    "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    "Typing :: Typed",
-)
 # The version that has a name of SPDX for the licence, and says where its file is.
 _METADATA = """\
 Metadata-Version: 2.4
@@ -49,13 +32,24 @@ Summary: Muon for FSDP, DDP and tensor parallelism
 Author: the Distributed Muon for PyTorch authors
 License-Expression: BSD-3-Clause
 License-File: LICENSE
-{classifiers}
+Classifier: Development Status :: 4 - Beta
+Classifier: Intended Audience :: Developers
+Classifier: Intended Audience :: Science/Research
+Classifier: Operating System :: POSIX :: Linux
+Classifier: Programming Language :: Python :: 3
+Classifier: Programming Language :: Python :: 3.10
+Classifier: Programming Language :: Python :: 3.11
+Classifier: Programming Language :: Python :: 3.12
+Classifier: Programming Language :: Python :: 3.13
+Classifier: Programming Language :: Python :: 3.14
+Classifier: Topic :: Scientific/Engineering :: Artificial Intelligence
+Classifier: Typing :: Typed
 Requires-Python: >=3.10
-Requires-Dist: torch>={oldest},<{after}
+Requires-Dist: torch>=2.11,<2.16
 Description-Content-Type: text/markdown
 
 {description}
-Built from commit {commit}.
+Built from commit {name}.
 """
 _WHEEL = """\
 Wheel-Version: 1.0
@@ -80,29 +74,6 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 
-class _Build(NamedTuple):
-    """A package is named by a commit of this repository, and by whether files differ from it."""
-
-    commit: str
-    when: time.struct_time
-    is_dirty: bool
-
-    @classmethod
-    def of(cls, root: Path, name: str) -> "_Build":
-        commit = name.removesuffix("-dirty")
-        seconds = git.ask(root, "show", "-s", "--format=%ct", commit)
-        others = git.ask(root, "status", "--porcelain", "--", *_OTHERS)
-        return cls(commit, time.gmtime(int(seconds)), commit != name or bool(others))
-
-    @property
-    def version(self) -> str:
-        """The time of the commit. Only files that differ add a local part, which no index takes."""
-        when = self.when
-        time_of_day = when.tm_hour * 10000 + when.tm_min * 100 + when.tm_sec
-        release = f"{when.tm_year}.{when.tm_mon}.{when.tm_mday}.{time_of_day}"
-        return release + f"+g{self.commit[:12]}.dirty" * self.is_dirty
-
-
 def _modules(root: Path, version: str) -> dict[str, bytes]:
     """The modules of ``torch.optim`` under the package's names."""
     texts = {}
@@ -122,17 +93,6 @@ def _modules(root: Path, version: str) -> dict[str, bytes]:
     return texts
 
 
-def _metadata(root: Path, build: _Build) -> str:
-    return _METADATA.format(
-        version=build.version,
-        classifiers="\n".join(f"Classifier: {name}" for name in _CLASSIFIERS),
-        oldest=".".join(map(str, versions.OLDEST)),
-        after=f"{versions.NEWEST[0]}.{versions.NEWEST[1] + 1}",
-        description=(root / _DESCRIPTION).read_text(),
-        commit=build.commit + " with changes" * build.is_dirty,
-    )
-
-
 def record_hash(text: bytes) -> str:
     digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest())
     return "sha256=" + digest.rstrip(b"=").decode()
@@ -141,29 +101,35 @@ def record_hash(text: bytes) -> str:
 def write(root: Path, out: Path) -> Path:
     """Write the wheel there. One commit gives the same bytes everywhere."""
     name = payload.name(root)
-    if name is None:
-        raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
-    payload.refuse_conflicts(root)
-    build = _Build.of(root, name)
-    info = f"{NAME}-{build.version}.dist-info"
+    if git.ask(root, "status", "--porcelain", "--", *_OTHERS):
+        name = name.removesuffix("-dirty") + "-dirty"
+    commit, _, is_dirty = name.partition("-")
+    seconds = git.ask(root, "show", "-s", "--format=%ct", commit)
+    when = time.gmtime(int(seconds))
+    # The time of the commit. Only files that differ add a local part, which no index takes.
+    version = f"{when.tm_year}.{when.tm_mon}.{when.tm_mday}."
+    version += str(when.tm_hour * 10000 + when.tm_min * 100 + when.tm_sec)
+    if is_dirty:
+        version += f"+g{commit[:12]}.dirty"
+    description = (root / _DESCRIPTION).read_text()
+    metadata = _METADATA.format(version=version, description=description, name=name)
+    info = f"{NAME}-{version}.dist-info"
     texts = {
         f"{NAME}/py.typed": b"",
         f"{NAME}/combined.py": (root / _COMBINED).read_bytes(),
-        **_modules(root, build.version),
+        **_modules(root, version),
         f"{info}/licenses/LICENSE": (root / "LICENSE").read_bytes(),
-        f"{info}/METADATA": _metadata(root, build).encode(),
+        f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": _WHEEL.encode(),
     }
     rows = [f"{rel},{record_hash(text)},{len(text)}\n" for rel, text in texts.items()]
     texts[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
-    packed = io.BytesIO()
+    out.mkdir(parents=True, exist_ok=True)
+    place = out / f"{NAME}-{version}-py3-none-any.whl"
     # Not compressed: each zlib has its own bytes.
-    with zipfile.ZipFile(packed, "w") as wheel:
+    with zipfile.ZipFile(place, "w") as wheel:
         for rel, text in texts.items():
-            entry = zipfile.ZipInfo(rel, build.when[:6])
+            entry = zipfile.ZipInfo(rel, when[:6])
             entry.create_system, entry.external_attr = 3, 0o100644 << 16  # Unix
             wheel.writestr(entry, text)
-    place = out / f"{NAME}-{build.version}-py3-none-any.whl"
-    out.mkdir(parents=True, exist_ok=True)
-    place.write_bytes(packed.getvalue())
     return place

@@ -3,12 +3,11 @@
 import re
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from . import git
-from .errors import Refused, WrongTarget
+from .errors import Refused
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,20 +34,13 @@ def hunks_of(patch: str, text: bytes) -> list[Hunks]:
     return [Hunks(m[1].decode(), patch, m[0]) for m in _HUNKS.finditer(text)]
 
 
-def is_source(path: str) -> bool:
-    return path.endswith((".py", "/README.md"))
-
-
 def files(root: Path) -> dict[str, Path]:
     """Path in PyTorch -> the file here."""
     found = {}
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
-            path = file.relative_to(root).as_posix()
-            if file.is_file() and is_source(path):
-                found[path] = file
-    if MUON not in found:
-        raise WrongTarget(f"{root} has no {MUON}: it is not a whole overlay")
+            if file.suffix in (".py", ".md"):
+                found[file.relative_to(root).as_posix()] = file
     return found
 
 
@@ -61,25 +53,10 @@ def patches(root: Path) -> list[Hunks]:
     return found
 
 
-def name(root: Path) -> str | None:
-    """This repository's commit, marked if files for PyTorch differ from it; None: no git here."""
-    done = git.git(root, "rev-parse", "--show-toplevel", check=False)
-    if b"dubious ownership" in done.stderr:  # another user's clone
-        raise WrongTarget(done.stderr.decode().strip())
-    top = done.stdout.decode().strip()
-    if not top or Path(top).resolve() != root.resolve():
-        return None
+def name(root: Path) -> str:
+    """This repository's commit, marked if files for PyTorch differ from it."""
     changed = git.ask(root, "status", "--porcelain", "--", *FOLDERS, "patches")
     return git.ask(root, "rev-parse", "HEAD") + "-dirty" * bool(changed)
-
-
-def refuse_conflicts(root: Path) -> None:
-    lines = git.names(root, "ls-files", "--unmerged", "-z")
-    if lines:
-        paths = sorted({line.partition("\t")[2] for line in lines})
-        raise Refused(
-            "resolve the conflicts in this repository:\n  " + "\n  ".join(paths)
-        )
 
 
 class Ours:
@@ -89,75 +66,42 @@ class Ours:
     """
 
     def __init__(self, root: Path) -> None:
-        if name(root) is None:
-            raise WrongTarget(f"{root} is not a git repository: clone it")
         self.root = root
-        self.commit = _present(root)
-        self.files = git.tree(root, self.commit, *FOLDERS)
+        self.name = name(root)
+        self.files = git.tree(root, "HEAD", *FOLDERS)
+        self.patches = patches(root)
         self.known: dict[str, set[str]] = {}
-        patches: dict[str, str] = {}  # blob -> a path that it had
+        found = {*self.patches}
         # A stash is no place to keep an edit for good.
-        log = ("log", "-m", "--format=", "--exclude=refs/stash", "--all", "--")
-        for path, before, after in git.changes(root, *log, *FOLDERS, "patches"):
-            if PATCHES.fullmatch(path):
-                patches[after] = path
-            elif path.startswith(FOLDERS):
-                self.known.setdefault(path, set()).update({before, after})
-        now = git.tree(root, self.commit, "patches")
-        self.patches = self._hunks(
-            {b: p for p, b in now.items() if PATCHES.fullmatch(p)}
+        log = (
+            "log",
+            "-m",
+            "--format=",
+            "--exclude=refs/stash",
+            "--all",
+            "--reflog",
+            "--",
         )
+        for path, blob in git.changes(root, *log, *FOLDERS, "patches"):
+            if PATCHES.fullmatch(path):
+                found.update(hunks_of(path, git.text(root, blob) or b""))
+            else:
+                self.known.setdefault(path, set()).add(blob)
         # All hunks that a file may have. The longest come first: an earlier text may have a part of it.
         self.hunks: dict[str, list[Hunks]] = {}
-        all_hunks = [*self.patches, *self._hunks(patches)]
-        for hunks in sorted(all_hunks, key=lambda hunks: -len(hunks.text)):
+        for hunks in sorted(found, key=lambda hunks: len(hunks.text), reverse=True):
             self.hunks.setdefault(hunks.path, []).append(hunks)
 
-    def _hunks(self, patches: dict[str, str]) -> list[Hunks]:
-        found = []
-        for path, text in zip(patches.values(), git.texts(self.root, [*patches])):
-            found += hunks_of(path, text or b"")
-        return found
+    def refuse_changes(self) -> None:
+        """Raise if a text would not be in the history."""
+        if self.name.endswith("-dirty"):
+            raise Refused(f"commit the changes of {self.root} first: `git status`")
 
     def closest(self, wanted: dict[str, str]) -> str:
-        """The commit that has these blobs, or most of them."""
+        """The newest commit that has these blobs, or most of them."""
+
+        def count(commit: str) -> int:
+            return len(git.tree(self.root, commit, *wanted).items() & wanted.items())
+
         commits = git.ask(self.root, "rev-list", "HEAD", "--", *wanted).split()
-        listed = ("for-each-ref", "--format=%(objectname)", "refs/overlay")
-        commits += git.ask(self.root, *listed).split()
-        best, most = "HEAD", -1
-        for commit in commits:
-            blobs = git.tree(self.root, commit, *wanted)
-            same = len(blobs.items() & wanted.items())
-            if same > most:
-                best, most = commit, same
-            if same == len(wanted):
-                break
-        return best
-
-
-def _present(root: Path) -> str:
-    """HEAD, or a commit of the present files, so that their texts are known later."""
-    with tempfile.TemporaryDirectory(prefix="distributed-muon-") as folder:
-        env = {"GIT_INDEX_FILE": f"{folder}/index"}
-        for role in ("AUTHOR", "COMMITTER"):
-            env |= {
-                f"GIT_{role}_NAME": "overlay",
-                f"GIT_{role}_EMAIL": "overlay@invalid",
-            }
-        git.git(root, "read-tree", "HEAD", env=env)
-        there = [top for top in (*FOLDERS, "patches") if (root / top).exists()]
-        git.git(root, "add", "--all", "--", *there, env=env)
-        tree = git.ask(root, "write-tree", env=env)
-        ref = f"refs/overlay/{tree}"
-        for same in ("HEAD", ref):
-            if (
-                git.ask(
-                    root, "rev-parse", "-q", "--verify", f"{same}^{{tree}}", check=False
-                )
-                == tree
-            ):
-                return git.ask(root, "rev-parse", same)
-        message = "The overlay with changes that were not committed"
-        made = git.ask(root, "commit-tree", tree, "-p", "HEAD", "-m", message, env=env)
-        git.git(root, "update-ref", ref, made)
-        return made
+        return max(commits, key=count, default="HEAD")

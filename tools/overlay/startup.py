@@ -13,7 +13,7 @@ def _text(*names):
 
 
 def start():
-    stock = os.path.normpath(os.path.join(HERE, _text("stock.txt").decode()))
+    stock = _text("stock.txt").decode()
     try:
         is_same = _text("version.py") == _text(stock, "torch", "version.py")
     except OSError:
