@@ -394,6 +394,7 @@ class Twins:
         seed: int = 0,
         seeds: Sequence[int] | None = None,
         grad_dtype: torch.dtype | None = None,
+        is_named: bool = False,
         **options: Any,
     ) -> None:
         self.specs = list(specs)
@@ -414,6 +415,8 @@ class Twins:
         grouped, grouped_singles = [], []
         for indices, own in groups:
             params = [self.params[index] for index in indices]
+            if is_named:
+                params = [(f"v{index}", self.params[index]) for index in indices]
             singles = [self.singles[index] for index in indices]
             grouped.append({"params": params, **copy.deepcopy(own)})
             grouped_singles.append({"params": singles, **copy.deepcopy(own)})
