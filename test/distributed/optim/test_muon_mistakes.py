@@ -9,12 +9,15 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
 from torch.optim.muon import create_auto_config, create_dtensor_config
@@ -183,7 +186,7 @@ def set_option(name: str, value: Any) -> Callable[[Twins], Callable]:
     """Changes an option, and returns what takes that back."""
 
     def make(twins: Twins) -> Callable:
-        (group,) = twins.optimizer.param_groups
+        group = twins.optimizer.param_groups[0]
         right, group[name] = group[name], value
         return lambda: group.update({name: right})
 
@@ -246,6 +249,10 @@ def wrong_step(make: Callable, pattern: str, own: str | None = None) -> Mistake:
 TOLD, UNUSABLE = "Their error says how", "cannot use.*: parameter 0 of shape"
 IN_STEPS = {
     "gradient that is missing": (FIRST + LATER, wrong_step(set_gradient(1, None), "some have none.*parameter 1 ")),
+    "gradient of several matrices": (
+        FIRST + LATER,
+        wrong_step(set_gradient(2, None), "some have none.*parameter 2 .*more of its parts"),
+    ),
     "sparse gradient": (FIRST + LATER, wrong_step(set_gradient(0, torch.ones(8, 8).to_sparse()), UNUSABLE, "parameter 0.*sparse")),
     "gradient that is placed otherwise": (FIRST + LATER, wrong_step(replicated_gradient, "different placements.*parameter 0 .*is usual on rank 0")),
     "learning rate": (FIRST + LATER, wrong_step(set_option("lr", 0.5), "different hyperparameters")),
@@ -314,7 +321,7 @@ class TestMuonMistakesInSteps(MistakesTestCase):
         phases, mistake = IN_STEPS[name]
         for steps in phases:
             with self.subTest(steps=steps):
-                twins = Twins(specs(), copy.copy(create_dtensor_config()))
+                twins = Twins(specs(), groups=[([0, 1], {}), ([2], {"split": (4, 4)})])
                 for _ in range(steps):
                     twins.step()
                 twins.set_gradients()
@@ -325,22 +332,73 @@ class TestMuonMistakesInSteps(MistakesTestCase):
                 twins.optimizer.step()
                 self.assertParity(twins, name)
 
-    @parametrize("look", ["step", "state_dict", "synchronize"])
+    @parametrize("look", ["step", "state_dict", "synchronize", "add_param_group"])
     def test_step_on_an_accelerator(self, look):
         """It does not wait for the other ranks, so the error comes later, and the optimizer is of no more use."""
-        twins = Twins(specs())
+        twins = Twins(specs(), is_named=True)
         twins.step()
         as_on_an_accelerator(twins.optimizer)
         twins.step()
         twins.set_gradients(missing=[1] if self.rank == CULPRIT else ())
         twins.optimizer.step()
         call = getattr(twins.optimizer, look)
+        if look == "add_param_group":
+            call = functools.partial(call, Build().group())
         pattern = "some have none.*parameter 1 "
         self.assertRaisesEverywhere(call, RuntimeError, pattern)
         self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, "[Rr]ebuild")
         with self.everywhere():
             with self.assertLogs("torch.optim.muon", "WARNING"):
                 twins.optimizer.state_dict()
+
+    def test_one_of_many_gradients(self):
+        """There are more of them than bytes in one status."""
+        twins = Twins([Spec((4, 2), mesh_of(4), (S0,))] * 2100)
+        twins.set_gradients([2099] if self.rank == CULPRIT else [])
+        pattern = "some have none.*parameter 2099 of shape"
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+
+    def test_summed_gradient_of_some_ranks(self):
+        """DTensor's collective for the gradient waited for the rank without one."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (R,), gradients=(Partial(),))])
+        twins.set_gradients([0] if self.rank == CULPRIT else [])
+        mistake = wrong_step(None, "some have none")
+        self.assertNothingMoves(twins.optimizer.step, twins.params, mistake)
+        self.assertTrainsAlike(twins, 1)
+
+    def test_gradient_of_a_matrix_that_few_share(self):
+        """Ranks that share no expert with the mismatch waited for the others in the next exchange."""
+        for matrix, own in (
+            (specs()[0], range(4)),
+            (Spec((6, 6), mesh_of(2), (S0,)), (2, 3)),
+        ):
+            with self.subTest(matrix=matrix):
+                twins = Twins([matrix, specs()[2], Spec((4, 4), mesh_of(2), (R,))])
+                twins.set_gradients([0] if self.rank == CULPRIT else [])
+                mistake = wrong_step(
+                    None, TOLD if self.rank not in own else "some have none"
+                )
+                self.assertNothingMoves(twins.optimizer.step, twins.params, mistake)
+                self.assertTrainsAlike(twins, 1)
+
+    def test_replicas_of_shards(self):
+        """Some ranks have the rows of the others in another order."""
+        twins = Twins([Spec((8, 6), grid_of(2, 2), (R, S0))])
+        if self.rank > 1:
+            rows = local(twins.params[0].detach())
+            rows.copy_(rows.flip(0))
+        twins.set_gradients()
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, "different values")
+
+    def test_values_that_a_checkpoint_brings(self):
+        """torch.distributed.checkpoint makes momentum by a step of zeros, after which values may still change."""
+        twins = Twins(specs())
+        undo = set_values(twins) if self.rank == CULPRIT else None
+        get_optimizer_state_dict(nn.ParameterList(twins.params), twins.optimizer)
+        if undo is not None:
+            undo()
+        self.assertTrainsAlike(twins, 1)
 
     def test_order_of_optimizers(self):
         for counts in ((1, 1), (2, 260)):
@@ -378,6 +436,16 @@ class TestMuonMistakesInSteps(MistakesTestCase):
         mistake = Mistake(load, r"of another model.*\(7, 8\)")
         self.assertNothingMoves(load, twins.params, mistake)
         self.assertTrainsAlike(twins, 1)
+
+    def test_functional_form_with_momentum_of_another_placement(self):
+        """Its momentum restarted in every call."""
+        param, replicated = (
+            place(torch.ones(8, 8), Spec((8, 8), mesh_of(4), (p,))) for p in (S0, R)
+        )
+        options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
+        lists = [param], [param], [replicated]
+        step = functools.partial(functional_muon, *lists, **options)
+        self.assertRaisesEverywhere(step, ValueError, r"bufs\[0\].*placement")
 
     def test_functional_form(self):
         usual = torch.ones(4, 8)
@@ -484,6 +552,36 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
                 build = functools.partial(Muon, params, distributed_config=config)
                 self.assertRaisesEverywhere(build, ValueError, "contradict|shapes")
 
+    def test_owner_that_holds_no_piece(self):
+        build = Build()
+        build.specs[1] = Spec((8, 8), mesh_of(2), (S0,))
+        assigned({2: [0, 1, 2]})(build)
+        call = functools.partial(Muon, [build.group()], distributed_config=build.config)
+        # Rank 2 has no piece of the matrix that the first pair shares.
+        self.assertRaisesEverywhere(call, ValueError, r"'w1'.*rank 2.*\[0, 1\]")
+
+    def test_disagreement_of_few_reaches_those_who_share_others(self):
+        """No rank can build."""
+        build = Build()
+        build.specs[1] = Spec((8, 8 + (self.rank == 3)), mesh_of(2), (S0,))
+        call = functools.partial(Muon, [build.group()], distributed_config=build.config)
+        pattern = "disagree about parameter 1 .* on rank 2 and .* on rank 3"
+        self.assertRaisesEverywhere(call, ValueError, pattern)
+
+    def test_order_of_groups_of_the_same_ranks(self):
+        """Each rank compared its parameters in the group of its own first one."""
+        build = Build()
+        for index, name in enumerate(("first", "second")):
+            group = dist.new_group(timeout=timedelta(seconds=3))
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+            build.specs[index] = Spec((8, 8), mesh, (S0,))
+        if self.rank == 0:
+            build.specs[:2] = reversed(build.specs[:2])
+            build.names[:2] = reversed(build.names[:2])
+        call = functools.partial(Muon, [build.group()], distributed_config=build.config)
+        pattern = "name is w1 on rank 0 and w0 on rank 1"
+        self.assertRaisesEverywhere(call, ValueError, pattern)
+
     def test_error_of_a_rank_that_reaches_others_over_a_mesh(self):
         """Ranks 1 and 3 are in no group of the config with rank 0, which has an invalid option in a group."""
         config = create_auto_config(ddp_process_group=GROUPS["a"]())
@@ -494,6 +592,78 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
             Muon, [{"params": params, **group}], distributed_config=config
         )
         self.assertRaisesEverywhere(build, ValueError, "function x is not supported")
+
+
+ROWS, COLUMNS = r"(S\(0\)|Shard\(dim=0\))", r"(S\(1\)|Shard\(dim=1\))"
+WHOLE = r"(R|Replicate\(\))\."
+# (placement, kind of the group, which group, dimension of TP, pattern): the placement of a DTensor counts.
+CONTRADICTIONS = [
+    (S0, "tp", "all", 1, f"dimension 1.*{ROWS}"),
+    (S1, "tp", "all", 0, f"dimension 0.*{COLUMNS}"),
+    (R, "tp", "all", -1, f"dimension -1.* {WHOLE}"),
+    (S0, "tp", "a", 0, rf"tp.*\[\d, \d\].*{ROWS}"),
+    (S0, "fsdp", "a", {}, rf"fsdp.*\[\d, \d\].*{ROWS}"),
+    (R, "fsdp", "all", {}, f"fsdp.* {WHOLE}"),
+    (S0, "ddp", "a", {}, f"ddp.*{ROWS}"),
+]
+
+
+class TestMuonWarnings(MistakesTestCase):
+    """Mistakes that may be none: Muon warns once, and trains."""
+
+    def test_groups_that_contradict_a_dtensor(self):
+        for placement, kind, which, dim, pattern in CONTRADICTIONS:
+            with self.subTest(placement=placement, kind=kind, which=which, dim=dim):
+                options = {
+                    f"{kind}_process_group": GROUPS[which](),
+                    "tp_dim_per_param": dim,
+                }
+                placed = [Spec((8, 8), mesh_of(4), (placement,))] * 2
+                # The first rank of each group says it.
+                ranks = (0, 1) if which == "a" else (0,)
+                with self.assertWarnsOnce(f"parameter 0 .*{pattern}", ranks):
+                    twins = Twins(placed, create_auto_config(**options))
+                self.assertTrainsAlike(twins, 1, pattern)
+
+    def test_replicas_that_are_passed_as_shards(self):
+        """Two replicas counted as the halves of a matrix, without a word."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        pattern = "parameter 0.*all ranks hold the same.*ddp_process_group"
+        with self.assertWarnsOnce(pattern):
+            Muon([nn.Parameter(full(0, (4, 6)))], distributed_config=config)
+        # Zeros are no sign of replicas, and neither is one shard that differs.
+        with self.assertWarnsOnce():
+            for values in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
+                Muon([nn.Parameter(values)], distributed_config=config)
+
+    def test_tp_dim_that_is_forgotten(self):
+        """Each rank of TP got the update of the owner's half, without a word."""
+        groups = {
+            "fsdp_process_group": GROUPS["a"](),
+            "tp_process_group": GROUPS["b"](),
+        }
+        config = create_auto_config(**groups, tp_dim_per_param={})
+        with self.assertWarnsOnce("different values, but tp_dim_per_param"):
+            Muon(
+                [nn.Parameter(torch.ones(3, 4) + self.rank)], distributed_config=config
+            )
+
+    def test_differences_that_are_none(self):
+        """Numbers of other types, two names of one algorithm, and options in other parameter groups."""
+        groups = [((0,), {}), ((1, 2), {})] if self.rank == CULPRIT else None
+        twins = Twins(specs(), groups=groups, weight_decay=0.0)
+        twins.step()
+        if self.rank == CULPRIT:
+            other = {
+                "adjust_lr_fn": "original",
+                "nesterov": 1,
+                "weight_decay": 0,
+                "ns_algorithm": "standard",
+            }
+            for group in twins.optimizer.param_groups:
+                group.update(other, lr=torch.tensor(group["lr"], dtype=torch.float64))
+        with self.assertWarnsOnce():
+            self.assertTrainsAlike(twins, 2)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import (
     NewtonSchulzCalls,
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed._muon.common_config import (
 )
 from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
+    as_on_an_accelerator,
     Cut,
     everyone,
     grid_of,
@@ -55,13 +56,13 @@ def grid(dims: int) -> DeviceMesh:
 class Placed(NamedTuple):
     """Matrices, the ranks that hold each of them, and what makes a config of the two flags.
 
-    Ranks with other matrices have another ``seed``.
+    Ranks that share a matrix have the same of ``seeds`` for it.
     """
 
     matrices: list[Spec | Cut]
     holders: list[list[int]]
     make_config: Callable[..., Any]
-    seed: int = 0
+    seeds: Sequence[int] | None = None
 
 
 Shapes = list[tuple[int, ...]]
@@ -136,9 +137,27 @@ def cut_in_rows(
         options |= make_options(row, len(shapes))
         matrices = [strategy.cut(shape) for shape in shapes]
         make_config = functools.partial(strategy.config, **options)
-        return Placed(matrices, [ranks_of(mesh)] * len(shapes), make_config, 100 * row)
+        seeds = range(100 * row, 100 * row + len(shapes))
+        holders = [ranks_of(mesh)] * len(shapes)
+        return Placed(matrices, holders, make_config, seeds)
 
     return place
+
+
+def dense_and_experts(shapes: Shapes) -> Placed:
+    """A matrix that all ranks share, and experts, each of which a column of the mesh shares."""
+    expert = grid(2).get_local_rank("b")
+    config = functools.partial(
+        create_auto_config,
+        ddp_process_group=dist.group.WORLD,
+        ep_process_group=grid(2).get_group("b"),
+        expert_assignments=dict.fromkeys(range(1, len(shapes)), expert),
+    )
+    holders, seeds = [ranks_of(grid(1))], [0]
+    for number in range(1, len(shapes)):
+        holders.append(ranks_of(grid(2)["a"]))
+        seeds.append(100 * (expert + 1) + number)
+    return Placed([Cut(shape) for shape in shapes], holders, config, seeds)
 
 
 def cut_and_dtensors(shapes: Shapes) -> Placed:
@@ -173,6 +192,7 @@ LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
     "columns_of_sums": lambda shapes: on(grid(2), S1, P)(shapes),
     "three_dimensions": lambda shapes: on(grid(3), R, S0, S1)(shapes),
     "four_dimensions": lambda shapes: on(grid(4), S1, S0, R, S1)(shapes),
+    "each_kind_of_placement": lambda shapes: on(grid(3), P, S0, R)(shapes),
     "several_meshes": several_meshes,
     "fsdp": cut("fsdp"),
     "fsdp_on_the_last_rank": cut("fsdp", how="last"),
@@ -185,6 +205,7 @@ LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
     "fsdp_and_dtensors": cut_and_dtensors,
     "ddp_of_dtensors": replicas_by_group,
     "experts": cut_in_rows("fsdp", "ep", lambda row, count: {"expert_assignments": dict.fromkeys(range(count), row)}),
+    "dense_and_experts": dense_and_experts,
     "stages": cut_in_rows("ddp", "pp", lambda row, _: {"pp_stage_id": row}),
 }  # fmt: skip
 
@@ -219,6 +240,8 @@ SECOND_GROUP = [None, 0.3]
 # Which of the parameters have no gradient in the second step.
 MISSING = [slice(0), slice(0, 1), slice(1, None), slice(None)]
 OWNERS = ["chosen by Muon", "chosen by the user"]
+# After the first step.
+DEVICES = ["a CPU", "as on an accelerator"]
 
 
 class Cell(NamedTuple):
@@ -234,12 +257,13 @@ class Cell(NamedTuple):
     algorithm: str = ALGORITHMS[0]
     second_group: float | None = None
     owners: str = OWNERS[0]
+    device: str = DEVICES[0]
 
 
-COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS)  # fmt: skip
+COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, DEVICES)  # fmt: skip
 CELLS_OF_A_LAYOUT = 6
 # With it, any two options are together in a cell.
-SEED = 7
+SEED = 1
 
 
 def cells_of(layout: str) -> list[Cell]:
@@ -278,7 +302,7 @@ def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
         matrices,
         config,
         groups,
-        placed.seed,
+        seeds=placed.seeds,
         grad_dtype=cell.dtype.get("grad_dtype"),
         ns_algorithm=cell.algorithm,
         allow_batched_matrices=is_stack,
@@ -303,10 +327,15 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
         twins, placed = make_twins(layout, cell)
         twins.step()
         case.assertParity(twins, "step 1")
-        twins.step(range(len(twins.params))[cell.missing])
+        if cell.device != DEVICES[0]:
+            as_on_an_accelerator(twins.optimizer)
+        # It takes batches apart, which are rounded otherwise.
+        with NewtonSchulzCalls():
+            twins.step(range(len(twins.params))[cell.missing])
         case.assertParity(twins, "step 2")
         twins.set_gradients()
-        twins.single.step()
+        with NewtonSchulzCalls():
+            twins.single.step()
         with NewtonSchulzCalls() as calls, case.recorder() as seen:
             twins.optimizer.step()
         case.assertParity(twins, "step 3")
