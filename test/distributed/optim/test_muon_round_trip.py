@@ -4,12 +4,10 @@
 import functools
 import itertools
 import warnings
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
@@ -160,43 +158,6 @@ class TestMuonFunctions(OnCPU):
                 warned = any("diverge" in str(w.message) for w in caught)
                 with self.everywhere():
                     self.assertEqual(warned, redistribute is not sent and self.rank > 0)
-
-    def test_wrapper_that_changes_the_dtype(self):
-        """The other ranks read the owner's bits as bfloat16."""
-        config = create_dtensor_config()
-        inner = config.redistribute_fn
-
-        def redistribute(update, owner, state):
-            return inner(update.float() if owner == self.rank else update, owner, state)
-
-        config.redistribute_fn = redistribute
-        twins = Twins(specs(mesh_of(4), [(S0,)]), config)
-        twins.step()
-        self.assertParity(twins)
-
-    def test_owner_that_hands_on_something_else(self):
-        """The other rank of each pair waits for the owner until the timeout of their group."""
-        pairs = [(0, 1), (2, 3)]
-        groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in pairs]
-        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
-        config = create_dtensor_config()
-        built = config.redistribute_fn
-
-        def redistribute(full, rank, state):
-            if rank == self.rank:
-                full = None if rank < 2 else full[:4]
-            return built(full, rank, state)
-
-        config.redistribute_fn = redistribute
-        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
-        twins.set_gradients()
-        outcome = self.outcome(twins.optimizer.step)
-        (owner,) = [r for r, own in twins.optimizer.assignments.items() if own]
-        outcomes = common_muon.everyone(outcome)
-        with self.everywhere(f"{outcomes}"):
-            self.assertEqual([kind for kind, _ in outcomes], ["RuntimeError"] * 4)
-            given = "None" if owner < 2 else r"\(4, 8\)"
-            self.assertRegex(outcomes[owner][1], f"redistribute_fn was given {given}")
 
     def test_wrapped_functions_over_fsdp1(self):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
