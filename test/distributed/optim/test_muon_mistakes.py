@@ -552,6 +552,14 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
                 build = functools.partial(Muon, params, distributed_config=config)
                 self.assertRaisesEverywhere(build, ValueError, "contradict|shapes")
 
+    def test_mesh_without_this_rank(self):
+        mesh = DeviceMesh("cpu", [0, 1])
+        piece = torch.ones(4, 8)
+        params = [nn.Parameter(DTensor.from_local(piece, mesh, (S0,), run_check=False))]
+        build = functools.partial(Muon, params, distributed_config="auto")
+        pattern = "parameter 0.*not in the mesh"
+        self.assertRaisesEverywhere(build, ValueError, pattern, [2, 3])
+
     def test_owner_that_holds_no_piece(self):
         build = Build()
         build.specs[1] = Spec((8, 8), mesh_of(2), (S0,))
