@@ -1,8 +1,6 @@
 # Owner(s): ["module: optimizer"]
 """Kernels in channels_last, in one process: ``flatten`` takes them as they are, without a copy in each step."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.optim import Muon
@@ -90,32 +88,6 @@ class TestMuonChannelsLast(TestCase):
                 self.assertTrue(
                     torch.equal(muon.state[param]["momentum_buffer"], momentum)
                 )
-
-    def test_checkpoint_of_the_other_format(self):
-        for config, source, target in (
-            (None, torch.channels_last, torch.contiguous_format),
-            (None, torch.contiguous_format, torch.channels_last),
-            ("auto", torch.channels_last, torch.contiguous_format),
-        ):
-            with self.subTest(target=target):
-                kernel = nn.Parameter(randn(1, 8, 6, 3, 3).to(memory_format=source))
-                muon = Muon([{"params": [kernel], "flatten": True}], lr=0.1)
-                self.train(muon, kernel, range(2))
-                other = nn.Parameter(kernel.detach().clone(memory_format=target))
-                group = {"params": [other], "flatten": True}
-                loaded = Muon([group], lr=0.1, distributed_config=config)
-                loaded.load_state_dict(copy.deepcopy(muon.state_dict()))
-                buffer = loaded.state[other]["momentum_buffer"]
-                self.assertEqual(buffer.stride(), other.stride())
-                self.assertTrue(
-                    torch.equal(buffer, muon.state[kernel]["momentum_buffer"])
-                )
-                self.train(loaded, other, range(2, 4))
-                self.train(muon, kernel, range(2, 4))
-                loaded_buffer = loaded.state[other]["momentum_buffer"]
-                buffer = muon.state[kernel]["momentum_buffer"]
-                self.assertTrue(torch.equal(loaded_buffer, buffer))
-                self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
 
 
 if __name__ == "__main__":

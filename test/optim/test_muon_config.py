@@ -9,7 +9,7 @@ import pickle
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import _muon, Muon
+from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -18,11 +18,9 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     all_to,
-    FUNCTIONAL,
     local_config,
     make_params,
     MuonTestCase,
-    NewtonSchulzCalls,
     randn,
 )
 
@@ -165,39 +163,6 @@ class TestDistributedConfig(MuonTestCase):
                 optimizer.step()
                 self.assertNotEqual(frozen, before)
 
-    def test_functional_forms(self):
-        """The functional form builds an engine for each call, and leaves that of the Muon alone."""
-        for make in (local_config, *FACTORIES):
-            with self.subTest(make=make):
-                results = []
-                for config in (None, make()):
-                    with self.subTest(config=config):
-                        owned = make_params((4, 4), (3, 5))
-                        optimizer = Muon(owned, distributed_config=config)
-                        others = [
-                            param.detach()
-                            for param in make_params((4, 4), (6, 2), seed=9)
-                        ]
-                        grads = [
-                            param.grad for param in make_params((4, 4), (6, 2), seed=9)
-                        ]
-                        buffers = [torch.zeros_like(param) for param in others]
-                        for count in (2, 1, 2):
-                            optimizer.step()
-                            # Other parameters than at the last call, and than the optimizer's.
-                            function = (_muon.muon, _muon._single_tensor_muon)[
-                                count % 2
-                            ]
-                            given = (each[:count] for each in (others, grads, buffers))
-                            function(*given, distributed_config=config, **FUNCTIONAL)
-                        results.append(
-                            [param.detach() for param in owned] + others + buffers
-                        )
-                        self.assertEqual(
-                            optimizer.assignments, {0: [0, 1]} if config else {}
-                        )
-                self.assert_same_bits(*results)
-
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
         (param,) = params = make_params((4, 4))
@@ -208,42 +173,6 @@ class TestDistributedConfig(MuonTestCase):
                 before = param.detach().clone()
                 step()
                 self.assertNotEqual(param.detach(), before)
-
-    def test_auto_is_the_factory_with_its_defaults(self):
-        muon = Muon(make_params((4, 4)), distributed_config="auto")
-        defaults = create_dtensor_config()
-        # An engine describes the parameters in its own config only.
-        muon._distributed_config.state["param_metadata"] = {}
-        self.assertEqual(muon._distributed_config, defaults)
-
-    def test_groups_of_equal_shapes_keep_their_options(self):
-        options = [
-            {},
-            {"ns_algorithm": "gram"},
-            {"ns_algorithm": "symmetric"},
-            {"lr": 0.5},
-            {"weight_decay": 0.5},
-            {"momentum": 0.5},
-            {"nesterov": False},
-            {"ns_steps": 3},
-            {"ns_coefficients": (2.0, -1.5, 0.5)},
-            {"eps": 100.0},
-            {"foreach": False},
-            {"adjust_lr_fn": "match_rms_adamw"},
-        ]
-        # Two groups with the same options, of two matrices each, far from each other.
-        count = 2 * len(options)
-        groups = []
-        for index, own in enumerate(options * 2):
-            groups.append({"params": [index, count + index], **own})
-        shapes = [(4, 9)] * 2 * count
-        given = {"groups": groups, "foreach": True}
-        with NewtonSchulzCalls():
-            for dtype in (torch.float32, torch.bfloat16):
-                with self.subTest(dtype=dtype):
-                    self.assert_same_training(
-                        shapes, Muon, "auto", dtype=dtype, **given
-                    )
 
 
 class TestMuonErrors(MuonTestCase):
@@ -472,26 +401,6 @@ class TestReplaced(MuonTestCase):
                 before = moving.detach().clone()
                 self.assertEqual(ours.step(closure), 3.5)
                 self.assertNotEqual(moving, before)
-
-    def test_replaced_before_a_group_is_added(self):
-        named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]
-        ours = Muon(named, distributed_config=create_dtensor_config())
-        params = ours.param_groups[0]["params"]
-        for param in params:
-            param.grad = randn(9, 6, 4)
-        ours.step()
-        old, new = params[1], nn.Parameter(randn(7, 6, 4))
-        momentum = ours.state[old]["momentum_buffer"]
-        params[1] = new
-        # One of another name does not.
-        params[0] = nn.Parameter(randn(5, 6, 4))
-        ours.param_groups[0]["param_names"][0] = "other"
-        ours.add_param_group({"params": [("w2", nn.Parameter(randn(8, 3, 3)))]})
-        # A parameter of the same name inherits the momentum.
-        self.assertIs(ours.state[new]["momentum_buffer"], momentum)
-        # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
-        self.assertIs(ours.state[old]["momentum_buffer"], momentum)
-        self.assertEqual(set(ours.state_dict()["state"]), {1})
 
 
 if __name__ == "__main__":

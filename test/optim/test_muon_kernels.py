@@ -1,7 +1,6 @@
 # Owner(s): ["module: optimizer"]
 """Muon's Triton kernels without a GPU: interpreted, and compiled for GPUs."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -202,28 +201,6 @@ class TestFormsOfNewtonSchulz(TestCase):
             newton_schulz(x, COEFFICIENTS, 0, 1e-7, "gram")
             newton_schulz(torch.randn(8, 16), COEFFICIENTS, 2, 1e-7, "gram")
             self.assertEqual(taken.call_count, 1)
-
-    def test_kernels_launch_on_the_device_of_the_matrix(self):
-        x, devices = torch.ones(8, 16), []
-
-        @contextlib.contextmanager
-        def device_of(tensor):
-            devices.append(tensor)
-            yield
-            devices.pop()
-
-        def factors(*args):
-            self.assertEqual(len(devices), 1)
-            self.assertIs(devices[0], x)
-            return x
-
-        with (
-            mock.patch.object(torch.cuda, "device_of", device_of),
-            mock.patch.object(forms, "_by_factors", factors),
-        ):
-            found = forms.orthogonalized(x, [COEFFICIENTS], 1e-7, "symmetric")
-        self.assertIs(found, x)
-        self.assertEqual(devices, [])
 
     def test_gpus_without_kernels(self):
         device, cuda = torch.device("cuda", 77), torch.cuda

@@ -1,7 +1,6 @@
 # Owner(s): ["module: optimizer"]
 """What Muon refuses, with and without a distributed_config, and the dtypes of its momentum."""
 
-import copy
 import itertools
 import sys
 from unittest import mock
@@ -20,35 +19,6 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 
 CONFIGS = [None, create_dtensor_config(), create_auto_config()]
-
-
-class TestMuonDtypes(TestCase):
-    def test_resume_with_gradients_of_any_dtype(self):
-        """Loading rounded momentum to the parameter's dtype."""
-        for config in (None, "auto"):
-            with self.subTest(config=config):
-                whole = torch.randn(8, 16).bfloat16()
-                gradients = torch.randn(3, 8, 16)
-
-                def built(values, config=config):
-                    param = nn.Parameter(values.clone())
-                    param.grad_dtype = None
-                    return param, Muon([param], distributed_config=config)
-
-                param, muon = built(whole)
-                param.grad = gradients[0]
-                muon.step()
-                other, resumed = built(param.detach())
-                resumed.load_state_dict(copy.deepcopy(muon.state_dict()))
-                for gradient in gradients[1:]:
-                    param.grad, other.grad = gradient, gradient.clone()
-                    muon.step()
-                    resumed.step()
-                momenta = muon.state[param], resumed.state[other]
-                first, second = (state["momentum_buffer"] for state in momenta)
-                self.assertEqual(first.dtype, torch.float32)
-                self.assertTrue(torch.equal(first, second))
-                self.assertTrue(torch.equal(param.detach(), other.detach()))
 
 
 class TestMuonRefusals(TestCase):

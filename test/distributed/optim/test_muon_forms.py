@@ -1,7 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Parameters that are not one matrix: stacks, fused and flattened weights, and batches with gaps."""
 
-import warnings
 from functools import partial
 
 import torch
@@ -17,12 +16,11 @@ from torch.optim.muon import (
     DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon import common_config, common_muon
+from torch.testing._internal.distributed._muon import common_config
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_modules import Run
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
-    grid_of,
     mesh_of,
     OnCPU,
     place,
@@ -111,23 +109,6 @@ class TestMuonForms(OnCPU):
         options = {"distributed_config": "auto", "allow_batched_matrices": True}
         fused = Muon([{"params": twins.params, "split": (2, 4)}], **options)
         self.assertEqual(len(fused.matrix_owners), 2 * 8)
-
-    def test_groups_whose_ranks_hold_different_matrices(self):
-        """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
-        shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
-        cut = common_muon.Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
-        cases = (Spec(shape, mesh_of(4), (S0,)), None), (cut, dist.group.WORLD)
-        for spec, fsdp in cases:
-            with self.subTest(spec=spec, fsdp=fsdp):
-                config = create_auto_config(fsdp, cp_process_group=pairs)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    twins = self.twins([spec], config)
-                with torch.no_grad():
-                    whole = full(0, shape[1:]).expand(shape).clone()
-                    twins.singles[0].copy_(whole)
-                    twins.params[0].copy_(place(whole, spec))
-                self.assertTrainsAlike(twins, 1)
 
     def test_errors(self):
         def sharded(*shape):

@@ -61,6 +61,8 @@ class Build:
 
     def __init__(self) -> None:
         self.specs, self.names = specs(), ["w0", "w1", "w2"]
+        # All ranks make it, and the culprit may take it.
+        self.swapped_mesh = DeviceMesh("cpu", [1, 0, 2, 3])
         self.options: dict[str, Any] = {}
         self.config: Any = create_dtensor_config()
         self.change: Callable[[list[nn.Parameter]], None] = lambda params: None
@@ -95,6 +97,10 @@ def replaced(**fields: Any) -> Callable[[Build], None]:
         build.specs[1] = build.specs[1]._replace(**fields)
 
     return make
+
+
+def swapped(build: "Build") -> None:
+    build.specs[1] = build.specs[1]._replace(mesh=build.swapped_mesh)
 
 
 def option(**options: Any) -> Callable[[Build], None]:
@@ -137,6 +143,7 @@ OTHER_OPTIONS = {
 OF_GROUPS = {
     "shape": Mistake(replaced(shape=(8, 9)), rf"'w1'.*shape {is_on('.8, 5.', '.8, 9.')}"),
     "dtype": Mistake(replaced(dtype=torch.bfloat16), f"'w1'.*dtype {is_on('torch.float32', 'torch.bfloat16')}"),
+    "mesh": Mistake(swapped, "'w1'.*on rank 0 and .*on rank 2"),
     "placement": Mistake(replaced(placements=(S1,)), "'w1'.*on rank 0 and .*on rank 2"),
     "three dimensions": Mistake(replaced(shape=(8, 5, 3)), "only supports 2D parameters"),
     "number": Mistake(lambda build: build.specs.pop(), "ranks disagree"),
@@ -177,7 +184,7 @@ OF_CONFIGS = {
     "no owner": Mistake(assigned({0: [0], 1: [2]}), r"missing \[1\].*'w1'", AssertionError),
     "two owners": Mistake(assigned({0: [0, 1], 1: [1, 2]}), r"more than once \[1\].*'w1'|'w1'", AssertionError),
     "unknown owner": Mistake(assigned({0: [0, 1], 9: [2]}), "rank 9"),
-    "other owner": Mistake(assigned({3: [0, 1, 2]}), r"'w0'.*owner is \d.* and 3 on rank 2"),
+    "other owner": Mistake(assigned({3: [0, 1, 2]}), r"'w\d'.*owner is \d on rank 0 and 3 on rank 2"),
     "exception": Mistake(assigned(IndexError("no idea")), "no idea", IndexError),
 }  # fmt: skip
 

@@ -53,17 +53,6 @@ class TestMuonMomentum(common_muon.OnCPU):
             build, ValueError, "'w'.*grad_dtype is torch.float32"
         )
 
-    def test_buffer_of_another_dtype(self):
-        """A framework wrote it into the state. It was a raw error of torch, after which Muon refused to go on."""
-        for wide in (torch.float64, torch.bfloat16):
-            with self.subTest(wide=wide):
-                twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
-                twins.step()
-                for optimizer in (twins.optimizer, twins.single):
-                    for state in optimizer.state.values():
-                        state["momentum_buffer"] = state["momentum_buffer"].to(wide)
-                self.assertTrainsAlike(twins, 2, f"{wide}")
-
     def test_buffers_that_cannot_be_used(self):
         """On one rank only, the other ranks waited for it until the timeout."""
         for buffer, pattern in (
@@ -100,24 +89,6 @@ class TestMuonMomentum(common_muon.OnCPU):
             for state in twins.optimizer.state.values():
                 self.assertEqual(state["momentum_buffer"].dtype, torch.float32)
 
-    def test_hooks_after_a_load_have_the_last_word(self):
-        placed = [Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)]
-        twins = Twins(placed, grad_dtype=torch.float32)
-        twins.step()
-        muon = twins.optimizer
-
-        def forget(optimizer):
-            for state in optimizer.state.values():
-                state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
-
-        handle = muon.register_load_state_dict_post_hook(forget)
-        muon.load_state_dict(muon.state_dict())
-        handle.remove()
-        momentum = local(muon.state[twins.params[0]]["momentum_buffer"])
-        with self.everywhere():
-            self.assertFalse(momentum.any())
-            self.assertEqual(momentum.dtype, torch.float32)
-
     def test_first_step_without_gradients_of_any_dtype(self):
         """Momentum stayed in the parameter's dtype, and differed from that of one process."""
         twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)] * 2)
@@ -135,27 +106,6 @@ class TestMuonMomentum(common_muon.OnCPU):
                         self.assertEqual(mine.dtype, dtype)
                         expected = common_muon.piece_of(its, twins.specs[0])
                         self.assertTrue(torch.equal(local(mine), expected))
-
-    def test_replaced_twice_with_a_checkpoint_between(self):
-        """The second replacement was compared with the first parameter, whose momentum the load had dropped."""
-        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))] * 2)
-        named = [("a", twins.params[0]), ("b", twins.params[1])]
-        twins.optimizer = Muon(named, distributed_config="auto")
-        twins.step()
-
-        def replace():
-            twins.params[1] = nn.Parameter(twins.params[1].detach().clone())
-            twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
-
-        with self.assertWarnsOnce():
-            replace()
-            saved = copy.deepcopy(twins.optimizer.state_dict())
-            twins.optimizer.load_state_dict(saved)
-            replace()
-            state = twins.optimizer.state_dict()["state"]
-            self.assertTrainsAlike(twins, 2)
-        with self.everywhere():
-            self.assertIn("momentum_buffer", state[1])
 
     def test_momentum_that_starts_again_is_said_once(self):
         twins = Twins([Spec((8, 8), mesh_of(4), (S0,))] * 2)

@@ -19,7 +19,6 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
-from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_modules import Run
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
@@ -76,20 +75,6 @@ class TestMuonFunctions(OnCPU):
         dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
         placed = [spec._replace(dtype=next(dtypes)) for spec in self.placed()]
         self.check_round_trips(Twins(placed), create_dtensor_config())
-
-    def test_gather_then_redistribute_over_process_groups(self):
-        for *kinds, how in (
-            ("fsdp", "tp", "chunk"),
-            ("ddp", "fsdp", "balanced"),
-            ("tp", "cp", "last"),
-        ):
-            with self.subTest(how=how, kinds=kinds):
-                strategy = Strategy(grid_of(2, 2), *kinds)
-                twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
-                dims = {
-                    index: d for index, d in enumerate(strategy.dims) if d is not None
-                }
-                self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
 
     def test_gather_of_another_tensor(self):
         """Only some ranks' pieces have another shape than before."""

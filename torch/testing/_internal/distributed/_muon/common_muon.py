@@ -86,10 +86,7 @@ def process_type() -> Any:
 
 
 def with_process_group(test: Callable) -> Callable:
-    """Gives the rank of a test of OnGPUs its GPU and a process group.
-
-    It goes below ``skip_if_lt_x_gpu``: without GPUs, NCCL does not start.
-    """
+    """Gives the rank of a test of OnGPUs its GPU and a process group."""
 
     @functools.wraps(test)
     def wrapper(case: OnGPUs) -> None:
@@ -106,12 +103,16 @@ class OnGPUs:
     """
 
     world_size: int
+    # Where there are fewer, a test starts no process.
+    gpus: int
     backend = "nccl"
     # A test that takes longer is ended and fails, with the traces of its ranks. The other tests run.
     seconds = 60
 
     def setUp(self) -> None:
         super().setUp()
+        if torch.cuda.device_count() < self.gpus:
+            self.skipTest(f"Need at least {self.gpus} CUDA devices")
         self._spawn_processes()
 
     def _spawn_processes(self) -> None:
