@@ -4,8 +4,9 @@
 import torch
 from torch import nn
 from torch.optim import Muon
+from torch.optim._muon import muon
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_config import randn
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL, randn
 
 
 def in_memory(tensor):
@@ -88,6 +89,13 @@ class TestMuonChannelsLast(TestCase):
                 self.assertTrue(
                     torch.equal(muon.state[param]["momentum_buffer"], momentum)
                 )
+
+    def test_momentum_of_another_format_in_the_functional_form(self):
+        """A copy of momentum would start it anew."""
+        kernel, grad = self.kernel(8, 6, 3, 3), randn(2, 8, 6, 3, 3)
+        options = {**FUNCTIONAL, "flatten": True}
+        with self.assertRaisesRegex(ValueError, "strides.*momentum"):
+            muon([kernel], [grad], [torch.zeros(8, 6, 3, 3)], **options)
 
 
 if __name__ == "__main__":

@@ -77,19 +77,11 @@ class TestKernels(TestCase):
         # parameter and the update, and writes the parameter.
         least_loads = {"pass before": 4 + 4, "pass after": 4 + 2}
         least_stores = {"pass before": 4 + 2, "pass after": 4}
-        # GPUs have the bits of torch's functions if they fuse the same multiplications and additions: two of an
-        # element before, and one after.
-        least_fused = {"pass before": 2 * 16, "pass after": 16}
         for name, used in outcomes.items():
             with self.subTest(name=name, used=used):
                 kind = name.partition(" for ")[0]
                 capability = used["capability"]
                 self.assertLessEqual(used["shared"], 1024 * kib[capability])
-                # Nothing, where Triton comes without the programs that say it.
-                self.assertLessEqual(used.get("registers", 0), 255)
-                # No kernel spills registers with Triton 3.9. Another version may, a few of its 90 to 170, which
-                # costs nothing beside the products.
-                self.assertLessEqual(used.get("stack", 0), 64)
                 if kind == "product":
                     instruction = {90: "wgmma", 100: "tcgen05"}.get(capability, "mma")
                     self.assertGreater(used[instruction], 0)
@@ -98,8 +90,6 @@ class TestKernels(TestCase):
                 elif kind != "scaled":
                     self.assertGreaterEqual(used["loads of four"], least_loads[kind])
                     self.assertGreaterEqual(used["stores of four"], least_stores[kind])
-                    fused = used.get("fused", least_fused[kind])
-                    self.assertGreaterEqual(fused, least_fused[kind])
 
 
 class TestFormsOfNewtonSchulz(TestCase):
@@ -240,6 +230,21 @@ class TestFormsOfNewtonSchulz(TestCase):
             self.assertEqual(
                 any("no C compiler" in text for text in texts), bool(texts)
             )
+
+    def test_gpu_that_is_full_for_a_moment(self):
+        """That says nothing about its kernels, so the answer is not kept."""
+        self.addCleanup(forms.has_kernels.cache_clear)
+        forms.has_kernels.cache_clear()
+        launch = mock.Mock(side_effect=[torch.OutOfMemoryError("full"), None])
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
+            mock.patch.object(torch.version, "hip", None),
+            mock.patch.object(forms, "_launch_once", launch),
+        ):
+            with self.assertRaisesRegex(torch.OutOfMemoryError, "full"):
+                forms.has_kernels(torch.device("cuda", 78))
+            self.assertTrue(forms.has_kernels(torch.device("cuda", 78)))
 
     def test_versions_of_triton(self):
         for version, is_taken in (("3.5.1", False), ("3.6.0", True), ("3.10.0", True)):

@@ -50,6 +50,7 @@ class TestMuonRefusals(TestCase):
             "ns_coefficients": ("3.4", -4.8, 2.0),
         }
         cases = [*wrong_types.items(), ("ns_coefficients", (3.4, (1, 2, 3), 2.0))]
+        cases.append(("ns_coefficients", ((3.4, "x", 2.0),) * 5))
         for (name, value), config in itertools.product(cases, CONFIGS):
             with self.subTest(name=name, config=config):
                 with self.assertRaisesRegex(TypeError, f"^{name} must be"):

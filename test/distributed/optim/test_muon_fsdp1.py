@@ -22,6 +22,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     grid_of,
+    place,
+    S0,
+    Spec,
 )
 
 
@@ -133,6 +136,18 @@ class TestMuonFSDP1(common_muon.OnCPU):
         """Muon for ``params`` under create_auto_config with ``options``."""
         config = create_auto_config(**options)
         build = partial(Muon, list(params), distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, pattern)
+
+    def test_stack_that_tensor_parallelism_cuts(self):
+        grid = grid_of(2, 2)
+        weight = place(full(0, (4, 6, 10)), Spec((4, 6, 10), grid["b"], (S0,)))
+        model = wrap(
+            torch.nn.ParameterList([weight]), units=None, device_mesh=grid["a"]
+        )
+        options = {"distributed_config": create_auto_config(module=model)}
+        params = model.parameters()
+        build = partial(Muon, params, allow_batched_matrices=True, **options)
+        pattern = r"'0' of shape .* TP cut"
         self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_flat_parameter_that_mixes_matrices_with_biases(self):

@@ -358,6 +358,17 @@ class TestMuonMistakesInSteps(MistakesTestCase):
             with self.assertLogs("torch.optim.muon", "WARNING"):
                 twins.optimizer.state_dict()
 
+    def test_gradient_that_cannot_be_used_on_an_accelerator(self):
+        """A rank that raised alone, before it took part, would leave the others waiting."""
+        twins = Twins(specs())
+        twins.step()
+        as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients()
+        if self.rank == CULPRIT:
+            set_gradient(0, torch.ones(8, 8).to_sparse())(twins)
+        step, pattern = twins.optimizer.step, "parameter 0.*sparse"
+        self.assertRaisesEverywhere(step, RuntimeError, pattern, [CULPRIT])
+
     def test_one_of_many_gradients(self):
         """There are more of them than bytes in one status."""
         twins = Twins([Spec((4, 2), mesh_of(4), (S0,))] * 2100)

@@ -108,6 +108,16 @@ class TestMuonRegressions(common_muon.OnCPU):
                 twins.step()
                 self.assertParity(twins, f"missing at first: {missing}")
 
+    def test_out_of_memory_in_an_exchange(self):
+        """It was told as another rank's failure."""
+        error = torch.OutOfMemoryError("of a device")
+        work = mock.Mock(**{"wait.side_effect": error})
+        for fails in ({"side_effect": error}, {"return_value": work}):
+            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
+            with mock.patch("torch.distributed.all_to_all_single", **fails):
+                step = twins.optimizer.step
+                self.assertRaisesEverywhere(step, type(error), "of a device")
+
     def test_experts_in_another_order(self):
         """DTensor's collectives for one expert's gradient and momentum met those for another expert."""
         mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)

@@ -4,10 +4,12 @@
 import functools
 import itertools
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
@@ -143,6 +145,35 @@ class TestMuonFunctions(OnCPU):
                 warned = any("diverge" in str(w.message) for w in caught)
                 with self.everywhere():
                     self.assertEqual(warned, redistribute is not sent and self.rank > 0)
+
+    def test_piece_of_a_parameter_that_nothing_is_known_of(self):
+        config = create_dtensor_config()
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "call gather_fn before"):
+                config.redistribute_fn(torch.ones(8, 6), 0, config.state)
+
+    def test_owner_that_hands_on_something_else(self):
+        """The other rank of each pair waits for the owner until the timeout of their group."""
+        pairs = [(0, 1), (2, 3)]
+        groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in pairs]
+        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
+        config = create_dtensor_config()
+        built = config.redistribute_fn
+
+        def redistribute(full, rank, state):
+            if rank == self.rank:
+                full = None if rank < 2 else full[:4]
+            return built(full, rank, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
+        twins.set_gradients()
+        (owner,) = [r for r, own in twins.optimizer.assignments.items() if own]
+        pattern = ""
+        if owner == self.rank:
+            given = "None" if owner < 2 else r"\(4, 8\)"
+            pattern = f"redistribute_fn was given {given}"
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
 
     def test_wrapped_functions_over_fsdp1(self):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""

@@ -12,11 +12,9 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -686,7 +684,7 @@ def interpret() -> dict[str, str]:
 
 
 def compiled() -> dict[str, dict[str, Any]]:
-    """The registers, memory and instructions of each kernel on each GPU, by the kernel's name and constants."""
+    """The shared memory and the instructions of each kernel on each GPU, by the kernel's name and constants."""
     found: dict[str, dict[str, Any]] = {}
     kinds = [(10 * major, tiles) for (major, _), tiles in kernels.TILES.items()]
     # GPUs with less shared memory, and newer ones.
@@ -823,34 +821,7 @@ def _usage(
         "bulk copies": ptx.count("cp.async.bulk"),
         "loads of four": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "stores of four": len(re.findall(r"st\.global\S*\.v4", ptx)),
-        **_of_ptxas(result.asm["cubin"]),
     }
-
-
-def _of_ptxas(cubin: bytes) -> dict[str, int]:
-    """The registers of a thread, the bytes that spills take, and the fused multiplications and additions; {} where
-    Triton has no programs to ask.
-    """
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    program = folder / "cuobjdump"
-    if not program.exists() or not (folder / "nvdisasm").exists():
-        return {}
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(cubin)
-    # It looks for the disassembler there.
-    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-    def told(option: str) -> str:
-        command = [str(program), option, str(path)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, env=environment
-        ).stdout
-
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told("-res-usage"))
-    if found is None:
-        return {}
-    fused = told("-sass").count("FFMA")
-    return {"registers": int(found[1]), "stack": int(found[2]), "fused": fused}
 
 
 if __name__ == "__main__":
