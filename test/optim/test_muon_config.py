@@ -9,7 +9,7 @@ import pickle
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Muon
+from torch.optim import _muon, Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -18,6 +18,7 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     all_to,
+    FUNCTIONAL,
     local_config,
     make_params,
     MuonTestCase,
@@ -162,6 +163,21 @@ class TestDistributedConfig(MuonTestCase):
                 frozen.grad = torch.ones(3, 4)
                 optimizer.step()
                 self.assertNotEqual(frozen, before)
+
+    def test_functional_forms(self):
+        """Both give a config to an engine of their own."""
+        results = []
+        for config in (None, local_config(), *(make() for make in FACTORIES)):
+            params = make_params((4, 4), (3, 5))
+            values = [param.detach() for param in params]
+            grads = [param.grad for param in params]
+            buffers = [torch.zeros_like(value) for value in values]
+            for function in (_muon.muon, _muon._single_tensor_muon):
+                lists = values, grads, buffers
+                function(*lists, distributed_config=config, **FUNCTIONAL)
+            results.append(values + buffers)
+        for others in results[1:]:
+            self.assert_same_bits(others, results[0])
 
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""

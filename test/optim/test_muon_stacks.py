@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Muon
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
+    make_params,
     MuonTestCase,
     NewtonSchulzCalls,
     randn,
@@ -58,6 +59,18 @@ class TestMuonStacks(MuonTestCase):
             for stack in stacks:
                 Muon([stack], allow_batched_matrices=True).step()
         self.assertEqual(calls.batches, [(2, 3, 5)])
+
+    def test_foreach_with_a_config(self):
+        # A single rank has one bucket.
+        shapes = [(4, 6)] * 16
+        for foreach in (None, False, True):
+            with self.subTest(foreach=foreach):
+                options = {"distributed_config": "auto", "foreach": foreach}
+                optimizer = Muon(make_params(*shapes), **options)
+                with NewtonSchulzCalls() as calls:
+                    optimizer.step()
+                self.assertEqual(calls.shapes, shapes)
+                self.assertEqual(calls.batches, [(16, 4, 6)] if foreach else [])
 
 
 if __name__ == "__main__":
