@@ -106,7 +106,6 @@ SERVERS = 2
 # are traced. Without these, they execute together what the limits of tools/coverage.py ask for.
 UNTRACED_FILES = {
     "test_muon_checkpoints",
-    "test_muon_dry_run",
     "test_muon_fuzz",
     "test_muon_rules",
     "test_muon_schedule",

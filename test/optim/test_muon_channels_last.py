@@ -1,15 +1,12 @@
 # Owner(s): ["module: optimizer"]
 """Kernels in channels_last, in one process: ``flatten`` takes them as they are, without a copy in each step."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.optim import Muon
-from torch.optim._muon import _single_tensor_muon
-from torch.optim._muon_formulas import MuonFormulas
+from torch.optim._muon import muon
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_config import randn
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL, randn
 
 
 def in_memory(tensor):
@@ -70,23 +67,6 @@ class TestMuonChannelsLast(TestCase):
                 moved = (contiguous - randn(1, *shape)).norm()
                 self.assertLess((kernel - contiguous).norm(), 0.02 * moved)
 
-    def test_views(self):
-        """A copy of the parameter would lose the update, and one of momentum would start it anew."""
-        kernel = self.kernel(8, 6, 3, 3)
-        group = Muon([{"params": [kernel], "flatten": True}]).param_groups[0]
-        (matrix,) = MuonFormulas.of_group(group).matrices_in(kernel)
-        self.assertEqual(matrix.data_ptr(), kernel.data_ptr())
-        self.assertEqual(matrix.shape, (8, 54))
-        options = {name: group[name] for name in MuonFormulas._fields}
-        buffer, before = torch.zeros(8, 6, 3, 3), kernel.detach().clone()
-        with self.assertRaisesRegex(ValueError, "strides.*momentum"):
-            grad = randn(2, 8, 6, 3, 3)
-            _single_tensor_muon(
-                [kernel], [grad], [buffer], has_complex=False, **options
-            )
-        self.assertTrue(torch.equal(kernel, before))
-        self.assertFalse(buffer.any())
-
     def test_parameters_that_become_no_view(self):
         """Nothing moves: neither the parameter nor momentum."""
         columns = {"sizes": (36, 36), "dim": 1}
@@ -110,68 +90,12 @@ class TestMuonChannelsLast(TestCase):
                     torch.equal(muon.state[param]["momentum_buffer"], momentum)
                 )
 
-    def test_checkpoint_of_the_other_format(self):
-        for config, source, target in (
-            (None, torch.channels_last, torch.contiguous_format),
-            (None, torch.contiguous_format, torch.channels_last),
-            ("auto", torch.channels_last, torch.contiguous_format),
-        ):
-            with self.subTest(target=target):
-                kernel = nn.Parameter(randn(1, 8, 6, 3, 3).to(memory_format=source))
-                muon = Muon([{"params": [kernel], "flatten": True}], lr=0.1)
-                self.train(muon, kernel, range(2))
-                other = nn.Parameter(kernel.detach().clone(memory_format=target))
-                group = {"params": [other], "flatten": True}
-                loaded = Muon([group], lr=0.1, distributed_config=config)
-                loaded.load_state_dict(copy.deepcopy(muon.state_dict()))
-                buffer = loaded.state[other]["momentum_buffer"]
-                self.assertEqual(buffer.stride(), other.stride())
-                self.assertTrue(
-                    torch.equal(buffer, muon.state[kernel]["momentum_buffer"])
-                )
-                self.train(loaded, other, range(2, 4))
-                self.train(muon, kernel, range(2, 4))
-                loaded_buffer = loaded.state[other]["momentum_buffer"]
-                buffer = muon.state[kernel]["momentum_buffer"]
-                self.assertTrue(torch.equal(loaded_buffer, buffer))
-                self.assertLess((other - kernel).norm(), 0.02 * kernel.norm())
-
-    def test_momentum_of_the_other_format(self):
-        """With a config, a step broke off half way at momentum that a user had put back in channels_last."""
-        kernels = [nn.Parameter(randn(1, 8, 6, 3, 3)) for _ in range(2)]
-        muons: list[Muon] = []
-        for kernel, config in zip(kernels, (None, "auto")):
-            group = {"params": [kernel], "flatten": True}
-            muons.append(Muon([group], lr=0.1, distributed_config=config))
-            self.train(muons[-1], kernel, range(2))
-        state = muons[1].state[kernels[1]]
-        momentum = state["momentum_buffer"]
-        state["momentum_buffer"] = momentum.to(memory_format=torch.channels_last)
-        for muon, kernel in zip(muons, kernels):
-            self.train(muon, kernel, range(2, 4))
-        self.assertTrue(torch.equal(*(kernel.detach() for kernel in kernels)))
-
-    def test_format_that_changes(self):
-        """``module.to`` replaces the storage between steps; momentum follows."""
-        conv, twin = (nn.Conv2d(6, 8, 3, bias=False) for _ in range(2))
-        twin.load_state_dict(conv.state_dict())
-        muons = []
-        for module in (conv, twin):
-            group = {"params": [module.weight], "flatten": True}
-            muons.append(Muon([group], lr=0.1))
-        formats = torch.channels_last, torch.contiguous_format
-        for step, memory_format in enumerate(formats):
-            for muon, module in zip(muons, (conv, twin)):
-                self.train(muon, module.weight, [step])
-            conv.to(memory_format=memory_format)
-            momenta = []
-            for muon, module in zip(muons, (conv, twin)):
-                self.train(muon, module.weight, [step + 5])
-                momenta.append(muon.state[module.weight]["momentum_buffer"])
-            self.assertEqual(momenta[0].stride(), conv.weight.stride())
-            self.assertTrue(torch.equal(*momenta))
-            apart = (conv.weight - twin.weight).norm()
-            self.assertLess(apart, 0.02 * twin.weight.norm())
+    def test_momentum_of_another_format_in_the_functional_form(self):
+        """A copy of momentum would start it anew."""
+        kernel, grad = self.kernel(8, 6, 3, 3), randn(2, 8, 6, 3, 3)
+        options = {**FUNCTIONAL, "flatten": True}
+        with self.assertRaisesRegex(ValueError, "strides.*momentum"):
+            muon([kernel], [grad], [torch.zeros(8, 6, 3, 3)], **options)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,11 @@ import copy
 import functools
 import itertools
 import pickle
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine.layouts.layout import Region
-from torch.optim._muon_engine.process_groups import device_of_group
-from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -27,7 +22,6 @@ from torch.testing._internal.distributed._muon.common_config import (
     local_config,
     make_params,
     MuonTestCase,
-    NewtonSchulzCalls,
     randn,
 )
 
@@ -50,16 +44,6 @@ class TestDistributedConfig(MuonTestCase):
                             ValueError, f"prefetch_count.*{wrong!r}"
                         ):
                             make(prefetch_count=wrong)
-
-    def test_slots_of_the_schedule(self):
-        """With fewer gathers in flight, one bucket may be larger."""
-        make = buckets.make_schedule
-        for count in (0, 1, 3):
-            with self.subTest(count=count):
-                config = create_dtensor_config(prefetch_count=count)
-                with mock.patch.object(buckets, "make_schedule", wraps=make) as made:
-                    Muon(make_params((4, 4)), distributed_config=config)
-                self.assertEqual(made.call_args.kwargs["slots"], count + 2)
 
     def test_assign_fn_coverage(self):
         params = make_params(*[(10, 10)] * 8)
@@ -113,13 +97,6 @@ class TestDistributedConfig(MuonTestCase):
                 with self.assertRaisesRegex(ValueError, words):
                     config = create_auto_config(**given)
                     Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-
-    def test_device_of_a_group(self):
-        cases = (["cuda"], "cuda"), (["cuda", "cpu"], "cpu"), ([], "cpu")
-        for kinds, expected in cases:
-            with self.subTest(kinds=kinds):
-                group = SimpleNamespace(_device_types=kinds)
-                self.assertEqual(device_of_group(group).type, expected)
 
     def test_state(self):
         given = {"expert_assignments": {0: 1}, "pp_process_group": object()}
@@ -188,37 +165,19 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertNotEqual(frozen, before)
 
     def test_functional_forms(self):
-        """The functional form builds an engine for each call, and leaves that of the Muon alone."""
-        for make in (local_config, *FACTORIES):
-            with self.subTest(make=make):
-                results = []
-                for config in (None, make()):
-                    with self.subTest(config=config):
-                        owned = make_params((4, 4), (3, 5))
-                        optimizer = Muon(owned, distributed_config=config)
-                        others = [
-                            param.detach()
-                            for param in make_params((4, 4), (6, 2), seed=9)
-                        ]
-                        grads = [
-                            param.grad for param in make_params((4, 4), (6, 2), seed=9)
-                        ]
-                        buffers = [torch.zeros_like(param) for param in others]
-                        for count in (2, 1, 2):
-                            optimizer.step()
-                            # Other parameters than at the last call, and than the optimizer's.
-                            function = (_muon.muon, _muon._single_tensor_muon)[
-                                count % 2
-                            ]
-                            given = (each[:count] for each in (others, grads, buffers))
-                            function(*given, distributed_config=config, **FUNCTIONAL)
-                        results.append(
-                            [param.detach() for param in owned] + others + buffers
-                        )
-                        self.assertEqual(
-                            optimizer.assignments, {0: [0, 1]} if config else {}
-                        )
-                self.assert_same_bits(*results)
+        """Both give a config to an engine of their own."""
+        results = []
+        for config in (None, local_config(), *(make() for make in FACTORIES)):
+            params = make_params((4, 4), (3, 5))
+            values = [param.detach() for param in params]
+            grads = [param.grad for param in params]
+            buffers = [torch.zeros_like(value) for value in values]
+            for function in (_muon.muon, _muon._single_tensor_muon):
+                lists = values, grads, buffers
+                function(*lists, distributed_config=config, **FUNCTIONAL)
+            results.append(values + buffers)
+        for others in results[1:]:
+            self.assert_same_bits(others, results[0])
 
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
@@ -230,42 +189,6 @@ class TestDistributedConfig(MuonTestCase):
                 before = param.detach().clone()
                 step()
                 self.assertNotEqual(param.detach(), before)
-
-    def test_auto_is_the_factory_with_its_defaults(self):
-        muon = Muon(make_params((4, 4)), distributed_config="auto")
-        defaults = create_dtensor_config()
-        # An engine describes the parameters in its own config only.
-        muon._distributed_config.state["param_metadata"] = {}
-        self.assertEqual(muon._distributed_config, defaults)
-
-    def test_groups_of_equal_shapes_keep_their_options(self):
-        options = [
-            {},
-            {"ns_algorithm": "gram"},
-            {"ns_algorithm": "symmetric"},
-            {"lr": 0.5},
-            {"weight_decay": 0.5},
-            {"momentum": 0.5},
-            {"nesterov": False},
-            {"ns_steps": 3},
-            {"ns_coefficients": (2.0, -1.5, 0.5)},
-            {"eps": 100.0},
-            {"foreach": False},
-            {"adjust_lr_fn": "match_rms_adamw"},
-        ]
-        # Two groups with the same options, of two matrices each, far from each other.
-        count = 2 * len(options)
-        groups = []
-        for index, own in enumerate(options * 2):
-            groups.append({"params": [index, count + index], **own})
-        shapes = [(4, 9)] * 2 * count
-        given = {"groups": groups, "foreach": True}
-        with NewtonSchulzCalls():
-            for dtype in (torch.float32, torch.bfloat16):
-                with self.subTest(dtype=dtype):
-                    self.assert_same_training(
-                        shapes, Muon, "auto", dtype=dtype, **given
-                    )
 
 
 class TestMuonErrors(MuonTestCase):
@@ -478,12 +401,12 @@ class TestReplaced(MuonTestCase):
         config = create_auto_config(expert_assignments={2: 7})
         ours = Muon(params, distributed_config=config)
         now = ours.param_groups[0]["params"]
-        for name, change, moving, places in (
-            ("the first one goes", lambda: now.pop(0), params[1], [1]),
-            ("the last one goes", now.pop, params[1], []),
-            ("another one comes", lambda: now.append(new), new, []),
-            ("one more comes", lambda: now.append(last), last, []),
-            ("one comes again", lambda: now.append(params[2]), params[2], [3]),
+        for name, change, moving in (
+            ("the first one goes", lambda: now.pop(0), params[1]),
+            ("the last one goes", now.pop, params[1]),
+            ("another one comes", lambda: now.append(new), new),
+            ("one more comes", lambda: now.append(last), last),
+            ("one comes again", lambda: now.append(params[2]), params[2]),
         ):
 
             def closure(change=change):
@@ -494,50 +417,6 @@ class TestReplaced(MuonTestCase):
                 before = moving.detach().clone()
                 self.assertEqual(ours.step(closure), 3.5)
                 self.assertNotEqual(moving, before)
-                found = []
-                for layout in ours._engine.schedule.layouts:
-                    if layout.key.expert == 7:
-                        found.append(layout.key.index)
-                self.assertEqual(found, places)
-
-    def test_steps_are_counted_on(self):
-        """Errors and notes for other ranks have the number of the step."""
-        for factory in FACTORIES:
-            with self.subTest(factory=factory):
-                ours = Muon(make_params((6, 4)), distributed_config=factory())
-                for step in (1, 2, 3):
-                    ours.step()
-                    self.assertEqual(ours._engine.steps, step)
-                    # The next step builds the engine again.
-                    ours.param_groups[0]["params"] += make_params((6, 4), seed=step)
-
-    def test_replaced_before_a_group_is_added(self):
-        named = [(f"w{index}", nn.Parameter(randn(index, 6, 4))) for index in range(2)]
-        ours = Muon(named, distributed_config=create_dtensor_config())
-        params = ours.param_groups[0]["params"]
-        for param in params:
-            param.grad = randn(9, 6, 4)
-        ours.step()
-        old, new = params[1], nn.Parameter(randn(7, 6, 4))
-        momentum = ours.state[old]["momentum_buffer"]
-        params[1] = new
-        # One of another name does not.
-        params[0] = nn.Parameter(randn(5, 6, 4))
-        ours.param_groups[0]["param_names"][0] = "other"
-        ours.add_param_group({"params": [("w2", nn.Parameter(randn(8, 3, 3)))]})
-        # A parameter of the same name inherits the momentum.
-        self.assertIs(ours.state[new]["momentum_buffer"], momentum)
-        # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
-        self.assertIs(ours.state[old]["momentum_buffer"], momentum)
-        self.assertEqual(set(ours.state_dict()["state"]), {1})
-
-    def test_region_that_a_local_tensor_does_not_hold(self):
-        region = Region(0, 0, 4, 8, 0, 8)
-        self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))
-        for local in (torch.ones(3, 8), torch.ones(31)):
-            with self.subTest(local=local):
-                with self.assertRaisesRegex(ValueError, "does not hold"):
-                    region.of_local(local)
 
 
 if __name__ == "__main__":

@@ -295,20 +295,6 @@ class TestWrappedModels(ModelsTestCase):
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
             partition_named_parameters(self.shard(mixed))
 
-    def test_flat_parameters_with_splits(self):
-        layers = [nn.MultiheadAttention(4, 2, bias=False) for _ in range(2)]
-        model = self.shard(nn.Sequential(*layers))
-        splits = split_of(model)
-        expected = dict.fromkeys(("0.in_proj_weight", "1.in_proj_weight"), (4, 4, 4))
-        self.assertEqual(splits, expected)
-        with self.assertRaisesRegex(
-            ValueError, r"other splits.*Muon, split \(4, 4, 4\)"
-        ):
-            partition_named_parameters(model, split=splits)
-        same = {"*in_proj_weight": (8, 4), "*out_proj.weight": [8, 4]}
-        (group,), _ = partition_named_parameters(model, split=same)
-        self.assertEqual(group["split"], (8, 4))
-
 
 def repeated(sizes, repeats, dim=0):
     return {"sizes": sizes, "repeats": repeats, "dim": dim}
@@ -412,15 +398,6 @@ class TestSplitOf(ModelsTestCase):
                 self.assertEqual(splits, {f"0.{name}.weight": split})
                 found = self.destinations(model, split=splits)
                 self.assertEqual([*found.values()], [mark])
-
-    def test_no_projections(self):
-        """Learned queries, a kernel, a sparse indexer, a projection to latents, and one head."""
-        one = attention({"k_proj": 4}, num_heads=6, num_kv_heads=1, head_dim=4)
-        latent = attention({"q_a_proj": 24}, **SIX)
-        indexer = attention({"wq_b": 24}, **SIX)
-        queries = Bare({"query": (24, 8), "q_weight": (24, 8, 1)}, **SIX)
-        model = tree([queries, latent, {"indexer": indexer}, one])
-        self.assertEqual(split_of(model, heads=True), {})
 
     def test_heads_of_torch(self):
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

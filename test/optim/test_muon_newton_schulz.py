@@ -1,23 +1,14 @@
 # Owner(s): ["module: optimizer"]
 """Newton-Schulz: the algorithms that Muon offers, coefficients for each step, rounding, and what accelerators run."""
 
-import copy
-import dataclasses
-import io
 import itertools
-import json
-import pickle
 
 import torch
-from torch import nn
 from torch.optim import _muon as ours
-from torch.optim import Muon
 from torch.optim import muon as public_module
 from torch.optim._newton_schulz import (
-    check_newton_schulz,
     newton_schulz,
     Products,
-    stored_ns_algorithm,
 )
 from torch.optim._newton_schulz_variants import (
     newton_schulz_bytes,
@@ -30,8 +21,6 @@ from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed._muon import common_config
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
-    FUNCTIONAL,
-    make_matrix,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,58 +109,6 @@ class TestGramNewtonSchulz(TestCase):
         nbytes = [newton_schulz_bytes((4, long), "gram") for long in (64, 8)]
         self.assertEqual(nbytes, [1568, 288])
 
-    def test_nearly_square_matrices_keep_the_quintic(self):
-        for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:
-            with self.subTest(shape=shape, alike=alike):
-                start, grad = make_matrix(shape), make_matrix(shape)
-                trained = []
-                for algorithm in ("quintic", "gram"):
-                    with self.subTest(algorithm=algorithm):
-                        params = [nn.Parameter(start.clone()), start.clone()]
-                        optimizer = Muon(params[:1], lr=0.02, ns_algorithm=algorithm)
-                        params[0].grad = grad
-                        optimizer.step()
-                        options = {**FUNCTIONAL, "ns_algorithm": algorithm}
-                        ours.muon([params[1]], [grad], [torch.zeros(shape)], **options)
-                        self.assertTrue(torch.equal(*params))
-                        trained.append(params[0])
-                self.assertEqual(torch.equal(*trained), alike, f"{shape}")
-
-    def test_one_tuple_for_each_step(self):
-        torch.manual_seed(0)
-        for shape in ((8, 8), (4, 32), (3, 8, 16)):
-            with self.subTest(shape=shape):
-                x = torch.randn(shape).bfloat16()
-                for algorithm, steps in itertools.product(("quintic", "gram"), (1, 4)):
-                    with self.subTest(algorithm=algorithm, steps=steps):
-                        alike, expected = (
-                            newton_schulz(x, coefficients, steps, 1e-7, algorithm)
-                            for coefficients in ([COEFFICIENTS] * steps, COEFFICIENTS)
-                        )
-                        self.assertTrue(torch.equal(alike, expected))
-        params = [nn.Parameter(torch.randn(6, 4))]
-        optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
-        params[0].grad = torch.randn(6, 4)
-        # As JSON gives it back.
-        state = json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
-        optimizer.param_groups[0]["ns_coefficients"] = state[0]["ns_coefficients"]
-        before = params[0].detach().clone()
-        optimizer.step()
-        self.assertNotEqual(before, params[0])
-
-
-class TestNamesOfAlgorithms(TestCase):
-    def test_unknown_algorithm(self):
-        words = "ns_algorithm must be one of .*'cubic'"
-        with self.assertRaisesRegex(ValueError, words):
-            check_newton_schulz(COEFFICIENTS, 5, ns_algorithm="cubic")
-
-    def test_other_names(self):
-        """Upstream's proposal has another name of the quintic."""
-        self.assertEqual(stored_ns_algorithm("standard"), "quintic")
-        self.assertEqual(stored_ns_algorithm("quintic"), "quintic")
-        self.assertIs(stored_ns_algorithm(None), None)
-
 
 class TestCoefficients(TestCase):
     """The published coefficients in torch.optim.muon, and those of a cubic."""
@@ -198,35 +135,6 @@ class TestCoefficients(TestCase):
                 distance = (torch.linalg.svdvals(found)[:20] - 1).abs().max()
                 self.assertLess(distance, most)
 
-    def test_presets_can_be_copied(self):
-        """A config dataclass that holds one could not be pickled, saved or made a dict."""
-
-        @dataclasses.dataclass
-        class Settings:
-            muon: dict
-
-        for name, (preset, _) in self.PRESETS.items():
-            with self.subTest(name):
-                self.assertEqual(copy.deepcopy(preset), preset)
-                self.assertEqual(pickle.loads(pickle.dumps(preset)), preset)
-                self.assertEqual(dataclasses.asdict(Settings(preset))["muon"], preset)
-                saved = io.BytesIO()
-                torch.save(preset, saved)
-                saved.seek(0)
-                self.assertEqual(torch.load(saved), preset)
-
-    def test_published_coefficients_as_options(self):
-        for name, (preset, _) in self.PRESETS.items():
-            with self.subTest(name):
-                param = nn.Parameter(make_matrix((6, 4)))
-                muon = Muon([{"params": [param], **preset}], lr=0.1)
-                state = json.loads(json.dumps(muon.state_dict()["param_groups"]))
-                self.assertEqual(state[0]["ns_steps"], preset["ns_steps"])
-                param.grad = make_matrix((6, 4))
-                before = param.detach().clone()
-                muon.step()
-                self.assertNotEqual(param.detach(), before)
-
     def test_cubic(self):
         """A product with ``alpha=0`` takes many times as long on a CPU. Without it, the bits are the same."""
         coefficients = [(3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0)]
@@ -248,18 +156,6 @@ class TestCoefficients(TestCase):
                     self.assertTrue(
                         torch.equal(found, self.with_all_products(x, coefficients))
                     )
-
-    def test_cubic_in_the_gram_form(self):
-        """Without the product, the Gram matrix is multiplied by its coefficient alone."""
-        torch.manual_seed(0)
-        coefficients = [(3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0)]
-        for shape in ((8, 12), (12, 8), (64, 256)):
-            with self.subTest(shape=shape):
-                x = torch.randn(shape).bfloat16()
-                expected = common_config.exact_result(x, coefficients)
-                found = newton_schulz(x, coefficients, 2, 1e-7, "gram")
-                distance = (found - expected).norm()
-                self.assertLess(distance, 0.05 * expected.norm())
 
     def with_all_products(self, x, coefficients):
         """As stock computes it."""

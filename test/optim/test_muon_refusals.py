@@ -1,7 +1,6 @@
 # Owner(s): ["module: optimizer"]
 """What Muon refuses, with and without a distributed_config, and the dtypes of its momentum."""
 
-import copy
 import itertools
 import sys
 from unittest import mock
@@ -20,50 +19,6 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 
 CONFIGS = [None, create_dtensor_config(), create_auto_config()]
-
-
-class TestMuonDtypes(TestCase):
-    def test_resume_with_gradients_of_any_dtype(self):
-        """Loading rounded momentum to the parameter's dtype."""
-        for config in (None, "auto"):
-            with self.subTest(config=config):
-                whole = torch.randn(8, 16).bfloat16()
-                gradients = torch.randn(3, 8, 16)
-
-                def built(values, config=config):
-                    param = nn.Parameter(values.clone())
-                    param.grad_dtype = None
-                    return param, Muon([param], distributed_config=config)
-
-                param, muon = built(whole)
-                param.grad = gradients[0]
-                muon.step()
-                other, resumed = built(param.detach())
-                resumed.load_state_dict(copy.deepcopy(muon.state_dict()))
-                for gradient in gradients[1:]:
-                    param.grad, other.grad = gradient, gradient.clone()
-                    muon.step()
-                    resumed.step()
-                momenta = muon.state[param], resumed.state[other]
-                first, second = (state["momentum_buffer"] for state in momenta)
-                self.assertEqual(first.dtype, torch.float32)
-                self.assertTrue(torch.equal(first, second))
-                self.assertTrue(torch.equal(param.detach(), other.detach()))
-
-    def test_momentum_of_another_dtype_in_a_checkpoint(self):
-        """It gets the dtype of the gradients when it is loaded, and not only in the next step."""
-        param = nn.Parameter(torch.randn(8, 16).bfloat16())
-        param.grad_dtype = torch.float32
-        muon = Muon([param])
-        param.grad = torch.randn(8, 16)
-        muon.step()
-        saved = copy.deepcopy(muon.state_dict())
-        rounded = saved["state"][0]["momentum_buffer"].bfloat16()
-        saved["state"][0]["momentum_buffer"] = rounded
-        muon.load_state_dict(saved)
-        momentum = muon.state[param]["momentum_buffer"]
-        self.assertEqual(momentum.dtype, torch.float32)
-        self.assertEqual(momentum, rounded.float(), rtol=0, atol=0)
 
 
 class TestMuonRefusals(TestCase):
@@ -95,6 +50,7 @@ class TestMuonRefusals(TestCase):
             "ns_coefficients": ("3.4", -4.8, 2.0),
         }
         cases = [*wrong_types.items(), ("ns_coefficients", (3.4, (1, 2, 3), 2.0))]
+        cases.append(("ns_coefficients", ((3.4, "x", 2.0),) * 5))
         for (name, value), config in itertools.product(cases, CONFIGS):
             with self.subTest(name=name, config=config):
                 with self.assertRaisesRegex(TypeError, f"^{name} must be"):
@@ -127,14 +83,6 @@ class TestMuonRefusals(TestCase):
                     group[name] = right
                     muon.step()
                     self.assertNotEqual(param, before[0])
-
-    def test_matrix_without_rows_in_larger_memory(self):
-        """It has no address, as a parameter whose storage is gone, but nothing is lost."""
-        empty = torch.nn.Parameter(torch.ones(4, 3)[:0])
-        muon = Muon([empty], lr=0.1)
-        empty.grad = torch.zeros_like(empty)
-        muon.step()
-        self.assertEqual(empty.shape, (0, 3))
 
     def test_parameters_that_are_no_matrices(self):
         for shape, config in itertools.product(((), (3,), (2, 3, 4)), CONFIGS):

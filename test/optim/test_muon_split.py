@@ -3,14 +3,12 @@
 
 import copy
 import functools
-import itertools
 import json
 import warnings
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import _newton_schulz_variants as variants, Muon
 from torch.optim._newton_schulz import BatchProducts, newton_schulz, Products
 from torch.optim._newton_schulz_variants import (
@@ -23,7 +21,6 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
     local_config,
-    NewtonSchulzCalls,
     parts_of,
     randn,
 )
@@ -183,13 +180,6 @@ class TestMuonSplit(TestCase):
                             Muon([group], distributed_config=config, **options)
                         self.assertIn("'w'", str(found.exception))
 
-    def test_unknown_keys_of_a_split(self):
-        param = nn.Parameter(randn(0, 4, 4))
-        for split in ({"size": (4,)}, {"sizes": (4,), "repeat": 1}):
-            with self.subTest(split=split):
-                with self.assertRaisesRegex(ValueError, "'sizes', 'repeats' and 'dim'"):
-                    Muon([{"params": [param], "split": split}])
-
     def test_options_that_change(self):
         qkv = nn.Parameter(randn(0, 48, 16))
         muon = Muon([{"params": [qkv], "split": [16, 32]}], distributed_config="auto")
@@ -202,46 +192,6 @@ class TestMuonSplit(TestCase):
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
         muon.param_groups[0]["split"] = (16, 32)
         muon.step()
-
-    def test_equal_splits_have_one_spelling(self):
-        """Checkpoints compare spellings, and DCP writes into dicts, which were the user's."""
-        for split, expected in (
-            ([16, 32], (16, 32)),
-            ({"sizes": [16, 32]}, (16, 32)),
-            ({"sizes": (16, 32), "repeats": 1, "dim": 0}, (16, 32)),
-            (
-                {"sizes": [1, 2], "repeats": 16},
-                {"sizes": (1, 2), "repeats": 16, "dim": 0},
-            ),
-        ):
-            with self.subTest(split=split):
-                given = copy.deepcopy(split)
-                muon = Muon(
-                    [{"params": [nn.Parameter(randn(0, 48, 16))], "split": split}]
-                )
-                stored = muon.param_groups[0]["split"]
-                self.assertEqual(stored, expected)
-                # As JSON gives it back.
-                state = json.loads(json.dumps(muon.state_dict()))
-                muon.load_state_dict(state)
-                self.assertEqual(muon.param_groups[0]["split"], expected)
-                if isinstance(stored, dict):
-                    stored["sizes"] = ()
-                self.assertEqual(split, given)
-
-    def test_equal_splits_load_into_each_other(self):
-        saved = {}
-        for split in ((16, 32), {"sizes": [16, 32]}):
-            with self.subTest(split=split):
-                layer = nn.Linear(16, 48, bias=False)
-                muon = Muon([{"params": layer.parameters(), "split": split}], lr=0.1)
-                layer.weight.grad = randn(1, 48, 16)
-                muon.step()
-                state = get_optimizer_state_dict(layer, muon)
-                if not saved:
-                    saved = copy.deepcopy(state)
-                # DCP loads the keys that this state has, and no others.
-                self.assertEqual(state["param_groups"], saved["param_groups"])
 
     def test_memory_order_with_a_config(self):
         """Shards have the columns in the order of dimensions."""
@@ -257,38 +207,6 @@ class TestMuonSplit(TestCase):
         self.assertTrue(torch.equal(conv.weight, before))
         with self.assertRaisesRegex(ValueError, expected):
             Muon([group], distributed_config="auto")
-
-    def test_stacks(self):
-        stack = randn(0, 3, 16, 24)
-        for config in (None, "auto"):
-            with self.subTest(config=config):
-                with self.assertRaisesRegex(
-                    ValueError, "2D.*allow_batched_matrices=True"
-                ):
-                    Muon([stack], distributed_config=config)
-        with self.assertRaisesRegex(ValueError, "2D"):
-            Muon([stack[0, 0]], allow_batched_matrices=True)
-
-    def test_batches_have_the_bits_of_single_matrices(self):
-        """But for the rounding of a batch, which is taken apart here. A compiler fuses a loop better."""
-        found = []
-        for foreach, compiles in ((False, False), (True, False), (True, True)):
-            with self.subTest(foreach=foreach, compiles=compiles):
-                fused, parts = self.build(foreach=foreach)
-                self.set_gradients(0)
-                compiling = mock.patch("torch.compiler.is_compiling", lambda: compiles)
-                with compiling, NewtonSchulzCalls() as calls:
-                    fused.step()
-                    parts.step()
-                self.assertEqual(bool(calls.batches), foreach and not compiles)
-                found.append(
-                    [
-                        param.detach()
-                        for param in itertools.chain(self.whole, *self.parts)
-                    ]
-                )
-        for others in found[1:]:
-            self.assertTrue(all(map(torch.equal, found[0], others)))
 
     def warnings_of(self, make):
         with warnings.catch_warnings(record=True) as caught:
@@ -315,26 +233,6 @@ class TestMuonSplit(TestCase):
         with mock.patch.object(Muon, "current_rank", 1):
             _, said = self.warnings_of(lambda: Muon([{**group, "params": [matrix]}]))
         self.assertEqual(said, [])
-
-    def test_kernels_as_stacks(self):
-        experts = nn.Parameter(torch.ones(4, 8, 32))
-        for conv in (nn.Conv2d(8, 16, 3), nn.Conv1d(8, 16, 5), nn.Conv2d(3, 8, 16)):
-            with self.subTest(conv=conv):
-                stacks = {"allow_batched_matrices": True}
-                params = experts, conv.weight, torch.ones(2, 2, 2)
-                groups = [{"params": [param]} for param in params]
-                muon, said = self.warnings_of(lambda: Muon(groups, **stacks))
-                self.assertEqual(len(said), 1, said)
-                self.assertIn("flatten=True", said[0])
-                more = {"params": [torch.ones(4, 4, 3, 3)]}
-                _, said = self.warnings_of(lambda: muon.add_param_group(more))
-                self.assertEqual(said, [])
-                groups = [
-                    {"params": [experts]},
-                    {"params": [conv.weight], "flatten": True},
-                ]
-                _, said = self.warnings_of(lambda: Muon(groups, **stacks))
-                self.assertEqual(said, [])
 
     @mock.patch("torch.optim._newton_schulz_variants._has_same_bits", lambda: True)
     def test_symmetric_products_where_they_have_the_same_bits(self):

@@ -3,10 +3,9 @@
 
 import torch
 from torch import nn
-from torch.optim import _muon, Muon
+from torch.optim import Muon
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
-    FUNCTIONAL,
     make_params,
     MuonTestCase,
     NewtonSchulzCalls,
@@ -43,17 +42,6 @@ class TestMuonStacks(MuonTestCase):
         (momentum,) = self.buffers_of(of_stack, [stack])
         self.assert_same_bits(list(momentum), self.buffers_of(of_matrices, matrices))
 
-    def test_stacks_are_asked_for(self):
-        stack = nn.Parameter(torch.ones(2, 3, 4))
-        with self.assertRaisesRegex(ValueError, "2D.*allow_batched_matrices=True"):
-            Muon([stack])
-        lists = [[torch.ones(2, 3, 4)] for _ in range(3)]
-        with self.assertRaisesRegex(ValueError, "2D"):
-            _muon.muon(*lists, **FUNCTIONAL)
-        before = lists[0][0].clone()
-        _muon.muon(*lists, allow_batched_matrices=True, **FUNCTIONAL)
-        self.assertNotEqual(lists[0][0], before)
-
     def test_batches_are_of_one_device(self):
         """Without ``foreach``, accelerators batch the matrices of a stack, and CPUs do not."""
         matrices = [
@@ -83,17 +71,6 @@ class TestMuonStacks(MuonTestCase):
                     optimizer.step()
                 self.assertEqual(calls.shapes, shapes)
                 self.assertEqual(calls.batches, [(16, 4, 6)] if foreach else [])
-                # On an accelerator, None batches too.
-                formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
-                size = formulas.batch_size((4, 6), torch.device("cuda"))
-                self.assertEqual(size > 1, foreach is not False)
-        groups = [
-            {"params": make_params(*shapes[:8]), "foreach": foreach}
-            for foreach in (True, False)
-        ]
-        with NewtonSchulzCalls() as calls:
-            Muon(groups, distributed_config="auto").step()
-        self.assertEqual(calls.batches, [(8, 4, 6)])
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.fitting import placed_like, problem_with
+from torch.optim._muon import muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     detect_tp_dims_from_model,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
+    FUNCTIONAL,
     local_config,
     MuonTestCase,
 )
@@ -24,7 +25,16 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+    from torch.distributed.tensor import (
+        distribute_tensor,
+        DTensor,
+        Partial,
+        Replicate,
+        Shard,
+    )
+    from torch.testing._internal.distributed._muon.fake_ranks import FakeRanks
+else:
+    FakeRanks = object
 
 
 class TestTensors(MuonTestCase):
@@ -104,20 +114,15 @@ class TestDTensorsOnOneRank(MuonTestCase):
                 with self.assertRaisesRegex(ValueError, "only supports 2D"):
                     config.assign_fn([vector], config.state)
 
-    def test_momentum_on_another_mesh(self):
-        tensors = []
-        for dimension_name in ("a", "b"):
-            mesh = DeviceMesh("cpu", [0], mesh_dim_names=(dimension_name,))
-            tensors.append(DTensor.from_local(torch.ones(2, 2), mesh))
-        self.assertFalse(placed_like(*tensors))
-
     def test_gradient_that_is_no_dtensor(self):
         plain = torch.ones(2, 2)
         dtensor = DTensor.from_local(plain, self.mesh)
         for param, grad in ((dtensor, plain), (plain, dtensor)):
             with self.subTest(param=type(param)):
                 expected = f"the parameter is a DTensor {param is dtensor}, but its gradient {grad is dtensor}"
-                self.assertEqual(problem_with(param, grad), expected)
+                options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
+                with self.assertRaisesRegex(RuntimeError, expected):
+                    muon([param], [grad], [torch.zeros_like(param)], **options)
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
@@ -161,6 +166,54 @@ class TestDTensorsOnOneRank(MuonTestCase):
                 optimizer = Muon(good.parameters(), distributed_config=config)
                 with self.assertRaisesRegex(ValueError, pattern):
                     optimizer.add_param_group({"params": [bad.weight]})
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestFakeRanks(FakeRanks, TestCase):
+    def assertRefused(self, pattern, *dtensors):
+        with self.assertRaisesRegex(ValueError, pattern):
+            Muon(
+                [nn.Parameter(dtensor) for dtensor in dtensors],
+                distributed_config="auto",
+            )
+
+    def test_any_rank_steps_on_a_cpu(self):
+        """One process tells what a rank of a large job needs."""
+        self.as_rank(1023, 1024)
+        mesh = DeviceMesh("cpu", torch.arange(1024).view(64, 16))
+        params = []
+        for _ in range(9):
+            local = torch.ones(2, 8)
+            dtensor = DTensor.from_local(
+                local, mesh, (Replicate(), Shard(0)), run_check=False
+            )
+            params.append(nn.Parameter(dtensor))
+        optimizer = Muon(params, distributed_config="auto")
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        page = optimizer.describe()
+        self.assertIn("busiest", page)
+        # A user can read it.
+        self.assertLess(len(page.splitlines()), 40)
+
+    def test_partial_that_is_no_sum(self):
+        self.as_rank(1, 4)
+        dtensor = self.dtensor((2, 2), Partial("max"), Shard(0))
+        self.assertRefused("parameter 0 .*Partial", dtensor)
+
+    def test_local_tensor_of_another_size(self):
+        self.as_rank(0, 2)
+        dtensor = self.dtensor((2,), Shard(0))
+        dtensor._local_tensor = torch.ones(3, 3)
+        self.assertRefused(r"local tensor has shape \(3, 3\)", dtensor)
+
+    def test_meshes_of_different_device_types(self):
+        self.as_rank(0, 2)
+        dtensors = [self.dtensor((2,), Shard(0)) for _ in range(2)]
+        dtensors[1].device_mesh._device_type = "xpu"
+        self.assertRefused("device types.*cpu.*xpu", *dtensors)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
-    skip_if_lt_x_gpu,
 )
 from torch.testing._internal.distributed._muon import common_muon, common_parallel
 from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
@@ -99,23 +98,35 @@ class TestDTensorConfig(common_utils.TestCase):
         self.assertEqual(metadata[2]["placements"], (Replicate(),))
 
 
+def tests_of(*names, prepare=lambda test: test):
+    """A test of a class for each check of :mod:`common_parallel`."""
+
+    def add_to(cls):
+        for name in names:
+            check = getattr(common_parallel, f"check_{name}")
+
+            def test(case, check=check):
+                check(case)
+
+            test.__name__ = f"test_{name}"
+            setattr(cls, test.__name__, prepare(test))
+        return cls
+
+    return add_to
+
+
+OF_ONE_RANK = (
+    "every_placement",
+    "process_group",
+    "dtensor_shard_correctness",
+    "dtensor_vs_single_device",
+    "fully_shard_vs_single_device",
+)
+
+
+@tests_of(*OF_ONE_RANK)
 class TestMuonOneRank(OnCPU):
     world_size = 1
-
-    def test_every_placement(self):
-        common_parallel.check_every_placement(self)
-
-    def test_process_group(self):
-        common_parallel.check_process_group(self)
-
-    def test_dtensor_shard_correctness(self):
-        common_parallel.check_dtensor_shard_correctness(self)
-
-    def test_dtensor_vs_single_device(self):
-        common_parallel.check_dtensor_vs_single_device(self)
-
-    def test_fully_shard_vs_single_device(self):
-        common_parallel.check_fully_shard_vs_single_device(self)
 
 
 class TestMuonDTensor(OnCPU):
@@ -175,135 +186,52 @@ class TestMuonExpertParallel(OnCPU):
         common_parallel.check_expert_parallel_with_fsdp(self)
 
 
+@tests_of(
+    "dtensor_shard_correctness",
+    "dtensor_vs_single_device",
+    "dtensor_placements",
+    "twelve_steps_twice",
+    "fsdp_correctness",
+    "fsdp_vs_single_device",
+    "fully_shard_vs_single_device",
+    "ddp_vs_single_device",
+    prepare=with_process_group,
+)
 class TestMuon1DOnGPUs(OnGPUs, MultiProcessTestCase):
-    world_size = 2
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_dtensor_shard_correctness(self):
-        common_parallel.check_dtensor_shard_correctness(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_dtensor_vs_single_device(self):
-        common_parallel.check_dtensor_vs_single_device(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_dtensor_placements(self):
-        common_parallel.check_dtensor_placements(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_twelve_steps_twice(self):
-        common_parallel.check_twelve_steps_twice(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_fsdp_correctness(self):
-        common_parallel.check_fsdp_correctness(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_fsdp_vs_single_device(self):
-        common_parallel.check_fsdp_vs_single_device(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_fully_shard_vs_single_device(self):
-        common_parallel.check_fully_shard_vs_single_device(self)
-
-    @skip_if_lt_x_gpu(2)
-    @with_process_group
-    def test_ddp_vs_single_device(self):
-        common_parallel.check_ddp_vs_single_device(self)
+    world_size = gpus = 2
 
 
+@tests_of(
+    "dtensor_2d_mesh",
+    "per_parameter_tp_dims",
+    "fsdp_plus_tp",
+    "expert_parallel_independence",
+    "expert_parallel_with_fsdp",
+    prepare=with_process_group,
+)
 class TestMuon2DOnGPUs(OnGPUs, MultiProcessTestCase):
-    world_size = 4
-
-    @skip_if_lt_x_gpu(4)
-    @with_process_group
-    def test_dtensor_2d_mesh(self):
-        common_parallel.check_dtensor_2d_mesh(self)
-
-    @skip_if_lt_x_gpu(4)
-    @with_process_group
-    def test_per_parameter_tp_dims(self):
-        common_parallel.check_per_parameter_tp_dims(self)
-
-    @skip_if_lt_x_gpu(4)
-    @with_process_group
-    def test_fsdp_plus_tp(self):
-        common_parallel.check_fsdp_plus_tp(self)
-
-    @skip_if_lt_x_gpu(4)
-    @with_process_group
-    def test_expert_parallel_independence(self):
-        common_parallel.check_expert_parallel_independence(self)
-
-    @skip_if_lt_x_gpu(4)
-    @with_process_group
-    def test_expert_parallel_with_fsdp(self):
-        common_parallel.check_expert_parallel_with_fsdp(self)
+    world_size = gpus = 4
 
 
+@tests_of(*OF_ONE_RANK, prepare=with_process_group)
 class TestMuonOnOneGPU(OnGPUs, MultiProcessTestCase):
     """With NCCL, whose collectives the frameworks ask for."""
 
-    world_size = 1
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_every_placement(self):
-        common_parallel.check_every_placement(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_process_group(self):
-        common_parallel.check_process_group(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_dtensor_shard_correctness(self):
-        common_parallel.check_dtensor_shard_correctness(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_dtensor_vs_single_device(self):
-        common_parallel.check_dtensor_vs_single_device(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_fully_shard_vs_single_device(self):
-        common_parallel.check_fully_shard_vs_single_device(self)
+    world_size = gpus = 1
 
 
+@tests_of(
+    "dtensor_placements",
+    "dtensor_2d_mesh",
+    "process_groups",
+    "flat_parameters",
+    prepare=with_process_group,
+)
 class TestMuonOnSharedGPU(OnGPUs, MultiProcessTestCase):
     """Over gloo, which lacks collectives of the frameworks for the tensors of a GPU."""
 
     backend = "gloo"
-    world_size = 4
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_dtensor_placements(self):
-        common_parallel.check_dtensor_placements(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_dtensor_2d_mesh(self):
-        common_parallel.check_dtensor_2d_mesh(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_process_groups(self):
-        common_parallel.check_process_groups(self)
-
-    @skip_if_lt_x_gpu(1)
-    @with_process_group
-    def test_flat_parameters(self):
-        common_parallel.check_flat_parameters(self)
+    world_size, gpus = 4, 1
 
 
 class TestMuonFunctional(OnCPU):
@@ -336,11 +264,10 @@ class TestMuonFunctional(OnCPU):
 class TestMuonPerformance(OnGPUs, MultiProcessTestCase):
     """Prefetching pays if transfers take time."""
 
-    world_size = 4
+    world_size = gpus = 4
     # Weights of 1.5 GB are made twice.
     seconds = 180
 
-    @skip_if_lt_x_gpu(4)
     @with_process_group
     def test_prefetch_speedup(self):
         # Without biases, FSDP1 flattens 48 matrices into one parameter.

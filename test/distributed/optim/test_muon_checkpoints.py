@@ -11,8 +11,6 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
@@ -221,31 +219,6 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         twins.single.zero_grad()
         # full_state_dict=True knows no option that stock has not.
         set_optimizer_state_dict(single, twins.single, through_a_file(state))
-        self.assertTrainsAlike(twins)
-
-    @needs_stock
-    def test_checkpoint_of_stock_on_dtensors(self):
-        # The one placement that its updates keep: Shard(0), evenly.
-        before = Twins([Spec((16, 12), mesh_of(4), (S0,))])
-        optimizer = stock().Muon(before.params, **OPTIONS)
-        before.set_gradients()
-        optimizer.step()
-        path, model = self.directory(), ParameterList(before.params)
-        dcp.save(state_of(model, optimizer), checkpoint_id=path)
-        twins = Twins([Spec((16, 12), grid_of(2, 2), (S0, S1))])
-        state = state_of(ParameterList(twins.params), twins.optimizer)
-        # Stock has no such option to save.
-        option = "foreach"
-        with self.everywhere():
-            with self.assertRaisesRegex(CheckpointException, f"groups.0.{option}"):
-                dcp.load(state, checkpoint_id=path)
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load(state, checkpoint_id=path, planner=planner)
-        set_state(ParameterList(twins.params), twins.optimizer, state)
-        # Its sums over shards have other roundings, so the comparison starts from its result.
-        state = state_of(model, optimizer, full_state_dict=True)["optimizer"]
-        twins.singles[0].data.copy_(before.params[0].detach().full_tensor())
-        set_optimizer_state_dict(ParameterList(twins.singles), twins.single, state)
         self.assertTrainsAlike(twins)
 
     def test_checkpoints_on_other_ranks(self):

@@ -2,25 +2,19 @@
 """What describe() and the log say."""
 
 import logging
-import re
 from collections import Counter
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import AdamW, Muon
-from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_reports import describe
 from torch.optim.muon import create_dtensor_config
-from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     OnCPU,
     place,
-    R,
     S0,
     specs,
     Twins,
@@ -35,30 +29,6 @@ class TestMuonDescribe(OnCPU):
             value = place(common_muon.full(index, spec.shape), spec)
             named.append((f"layers.{index}", nn.Parameter(value)))
         return named
-
-    def test_relays_are_counted(self):
-        with mock.patch.object(buckets, "MAX_REPLICAS", 1):
-            muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
-            page = muon.describe()
-        self.assertIn("relayed along replicas", page)
-        self.assertNotIn("keeps 0 MiB", page)
-        # Each row has MiB sent and received after matrices, TFLOP and times the mean.
-        rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
-        # Each owner broadcasts one matrix in bfloat16, and receives three.
-        sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))
-        self.assertEqual(rows, [(sent, received)] * 4)
-
-    def test_memory_for_updates_of_a_batch(self):
-        """In a wide dtype, the updates of two matrices take more than Newton-Schulz."""
-        params = []
-        for _ in range(2):
-            params.append(nn.Parameter(torch.ones(64, 128, dtype=torch.float64)))
-        with mock.patch.object(buckets, "MAX_BUCKETS", 1):
-            muon = Muon(params, foreach=True, distributed_config="auto")
-        page = muon.describe()
-        # In bfloat16, and in the dtype of the parameters.
-        expected = 2 * 64 * 128 * (2 + 8) / 2**20
-        self.assertIn(f"and {expected:.4g} for Newton-Schulz and updates", page)
 
     def test_who_is_busy_and_what_is_left_out(self):
         params = self.params([(256, 256), (8, 8), (8, 8)])
@@ -95,62 +65,6 @@ class TestMuonDescribe(OnCPU):
                 f"Muon on rank {self.rank} of 4 owns {count} of 1 matrix, {share} of the work. "
                 f"The busiest owner is rank {owner}, with 4.00 times the mean work.",
             )
-
-    def test_names_of_matrices_in_a_parameter(self):
-        shapes = {
-            "qkv": (12, 8),
-            "experts": (2, 12, 8),
-            "plain": (3, 8, 4),
-            "one": (8, 8),
-        }
-        params = {}
-        for name, shape in shapes.items():
-            value = distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
-            params[name] = nn.Parameter(value)
-        groups = [
-            {
-                "params": [("qkv", params["qkv"]), ("experts", params["experts"])],
-                "split": (4, 8),
-            },
-            {"params": [("plain", params["plain"]), ("one", params["one"])]},
-        ]
-        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
-        engine = muon._engine
-        names = describe._names_of_matrices(engine)
-        expected = ["qkv[0]", "qkv[1]", "one"]
-        expected += [
-            f"experts[{which}][{part}]" for which in range(2) for part in range(2)
-        ]
-        expected += [f"plain[{which}]" for which in range(3)]
-        # A rank knows the matrices of which it has a part.
-        of_all_ranks = set().union(*common_muon.everyone(names))
-        self.assertEqual(of_all_ranks, set(expected))
-        with self.everywhere():
-            page = muon.describe()
-            self.assertIn("GFLOP", page)
-            self.assertNotIn("TFLOP", page)
-
-    def test_memory_of_blends_on_a_cpu(self):
-        """All have one memory, unless gradients may have any dtype."""
-        for takes_any, count in ((False, 1), (True, 0)):
-            params = self.params([(16, 8), (8, 4), (8, 16)])
-            for _, param in params:
-                if takes_any:
-                    param.grad_dtype = None
-            muon = Muon(params, distributed_config="auto")
-            blended = []
-            for bound in muon._engine._make_runner().compute.bound.values():
-                for preparation in bound.preparations:
-                    blended += preparation.blended
-                for batch in bound.batches:
-                    blended += batch.own
-            pointers = set()
-            for together in blended:
-                if together.scratch is not None:
-                    pointers.add(together.scratch.data_ptr())
-            with self.everywhere():
-                self.assertTrue(blended)
-                self.assertEqual(len(pointers), count)
 
     def test_share_of_the_model(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
@@ -199,15 +113,6 @@ class TestMuonDescribe(OnCPU):
         page = Muon(self.params([(8, 8)] * 4), distributed_config=config).describe()
         self.assertIn("exchanged by the user's functions", page)
         self.assertIn("parameter 3 'layers.3'", page)
-
-    def test_profiler_shows_buckets_and_phases(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            twins.step()
-        found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
-        for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
-            with self.subTest(phase=phase):
-                self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ from torch.optim.muon import (
     partition_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_errors import (
-    MistakesTestCase,
-    snapshot,
-)
 from torch.testing._internal.distributed._muon.common_muon import (
+    local,
     mesh_of,
+    OnCPU,
     S0,
     Spec,
     specs,
@@ -28,7 +26,11 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
-class TestMuonUntrained(MistakesTestCase):
+def snapshot(params):
+    return [local(param.detach()).clone() for param in params]
+
+
+class TestMuonUntrained(OnCPU):
     """Parameters without gradients, step after step."""
 
     def test_nothing_is_distributed(self):
@@ -59,41 +61,8 @@ class TestMuonUntrained(MistakesTestCase):
                 twins.set_gradients(missing=range(4) if step == 4 else [2, 3])
                 twins.optimizer.step()
 
-    def test_parameters_that_lose_their_gradients(self):
-        """``load_state_dict(assign=True)`` in the middle leaves Muon with tensors that the model does not have."""
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 2))
 
-        def steps(count, missing=()):
-            for _ in range(count):
-                twins.set_gradients(missing)
-                twins.optimizer.step()
-
-        with mock.patch.object(hints, "STEPS_WITHOUT_ONE", 5):
-            with self.assertWarnsOnce():
-                steps(2)
-                # A gradient in between starts the count again.
-                steps(4, [1])
-                steps(1)
-                steps(2, [0, 1])
-                steps(2, [1])
-                steps(1, [0])
-            pattern = r"no gradient in 5 steps.*: parameter 1 of shape \(8, 6\)\. .*assign=True"
-            with self.assertWarnsOnce(pattern):
-                steps(5, [1])
-            with self.assertWarnsOnce():
-                steps(1)
-                steps(6, [1])
-        pattern = "no parameter of this Muon has had a gradient in 3 steps"
-        with self.assertWarnsOnce():
-            steps(1)
-            steps(2, [0, 1])
-        with self.assertWarnsOnce(pattern):
-            steps(1, [0, 1])
-        with self.assertWarnsOnce():
-            steps(6, [0, 1])
-
-
-class TestMuonUnsharded(MistakesTestCase):
+class TestMuonUnsharded(OnCPU):
     """FSDP2 has plain tensors in the place of its parameters between a forward and a backward pass."""
 
     def blocks(self):
@@ -154,33 +123,6 @@ class TestMuonUnsharded(MistakesTestCase):
         with self.everywhere():
             matrices, _ = partition_parameters(model)
             self.assertEqual({type(matrix.data) for matrix in matrices}, {DTensor})
-
-    def test_describe_while_the_root_is_unsharded(self):
-        """A Muon that is right was said to have nothing of the model, and one that is wrong was not."""
-        model = self.blocks()
-        wrong = Muon([*model.parameters()], distributed_config="auto")
-        model.reshard()
-        right = Muon([*model.parameters()], distributed_config="auto")
-        model.unshard()
-        now = r"FSDP2 has unsharded 1\.weight\. Before .*, call model\.reshard\(\)$"
-        then = r"FSDP2 had unsharded 1\.weight when an optimizer was built"
-        with self.everywhere():
-            page = right.describe(model)
-            self.assertIn("That is 100.0% of the model's 192 elements", page)
-            self.assertRegex(page, f"(?m)^{now}")
-            self.assertNotRegex(page, "No optimizer|had unsharded")
-        for _ in range(2):
-            with self.everywhere():
-                page = wrong.describe(model)
-                self.assertRegex(page, f"(?m)^{then}")
-                self.assertIn("No optimizer given here has 1.weight\n", page)
-                self.assertIn("That is 66.7% of", page)
-            model.reshard()
-        with self.everywhere():
-            self.assertNotIn("has unsharded", wrong.describe(model))
-        with self.assertWarnsOnce(r"this Muon has had a gradient.*call model\.reshard"):
-            for _ in range(hints.STEPS_WITHOUT_ANY):
-                wrong.step()
 
 
 if __name__ == "__main__":

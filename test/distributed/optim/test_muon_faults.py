@@ -30,13 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine import agreement, process_groups
-from torch.optim._muon_engine.layouts.collector import PieceCollector
-from torch.optim._muon_engine.runtime.relays import LocalRelay
-from torch.optim._muon_engine.runtime.statuses import Statuses
-from torch.optim._muon_engine.runtime.transport import LocalBucket
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim import _muon_formulas
 from torch.optim.muon import create_auto_config
 from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import run_tests
@@ -59,31 +53,21 @@ class Phase(NamedTuple):
     name: str
     says: str
     after: bool = False
-    relayed: bool = False
 
 
 NAMED = r"parameter \d+ of shape \(8, 8\)"
 UNREACHED = rf"could not (reach|make a process group of) ranks .*share {NAMED}"
-EXCHANGE = rf"the (gather|scatter) of bucket \d of \d ranks, with {NAMED}.* failed"
-RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
+EXCHANGE = rf"the (gather|scatter|all-reduce) of .*, with {NAMED}.* failed"
 
-# "groups" comes last, because ranks count the groups that they made in the names of later ones.
-BUILDING = {
-    "reading": Phase(PieceCollector, "add", UNREACHED),
-    "agreement": Phase(agreement, "_disagreement", UNREACHED),
-    "groups": Phase(process_groups, "spanning_group", UNREACHED),
+AGREEMENT = Phase(dist, "all_reduce", UNREACHED)
+PHASES = {
+    "statuses": Phase(dist, "all_reduce", EXCHANGE),
+    "gather": Phase(dist, "all_to_all_single", EXCHANGE, after=True),
+    "orthogonalize": Phase(_muon_formulas, "newton_schulz", EXCHANGE),
+    # This message comes from torch.distributed.checkpoint and gloo.
+    "save": Phase(dcp.FileSystemWriter, "write_data", "(Runtime|Checkpoint)E"),
+    "agreement": AGREEMENT,
 }
-STEPPING = {
-    "pack": Phase(MuonFormulas, "blend", EXCHANGE),
-    "gather": Phase(LocalBucket, "start_gather", EXCHANGE, after=True),
-    "orthogonalize": Phase(MuonFormulas, "orthogonalize", EXCHANGE),
-    "apply": Phase(MuonFormulas, "apply", EXCHANGE),
-    "statuses": Phase(Statuses, "start", RELAYED),
-    "relay": Phase(LocalRelay, "start", RELAYED, after=True, relayed=True),
-}
-# This message comes from torch.distributed.checkpoint and gloo.
-SAVE = Phase(dcp.FileSystemWriter, "write_data", "(Runtime|Checkpoint)E")
-PHASES = {**STEPPING, "save": SAVE, **BUILDING}
 
 
 @contextlib.contextmanager
@@ -152,12 +136,10 @@ class Job:
             [ddp, fsdp], "cpu", mesh=grid, mesh_dim_names=names
         )
 
-    def build(self, phase=None):
+    def build(self):
         ddp, fsdp = self.groups
         config = create_auto_config(fsdp_process_group=fsdp, ddp_process_group=ddp)
-        most = 1 if phase is not None and phase.relayed else buckets.MAX_REPLICAS
-        with mock.patch.object(buckets, "MAX_REPLICAS", most):
-            self.twins = Twins([Spec((8, 8), self.mesh, (R, S0))] * 16, config)
+        self.twins = Twins([Spec((8, 8), self.mesh, (R, S0))] * 16, config)
 
     def state(self):
         module = torch.nn.ParameterList(self.twins.params)
@@ -235,17 +217,17 @@ class Faults(common_distributed.MultiProcessTestCase):
 
     def run_case(self, name, case, job):
         ranks, phase, culprit = job.ranks, case.phase, job.ranks[-1]
-        if phase in BUILDING.values():
-            call = functools.partial(job.build, phase)
+        if phase is AGREEMENT:
+            call = job.build
         else:
-            job.build(phase)
+            job.build()
             if self.deadly:
                 job.resume(self.path)
             job.twins.step()
             self.assertEqual(job.twins.problems(), [])
             job.twins.set_gradients()
             call = job.twins.optimizer.step
-        if phase is SAVE:
+        if phase is PHASES["save"]:
             call = functools.partial(job.save, f"{self.path}-{name}")
         self.exchange(f"{name} begins", ranks, None)
         for group in job.all_groups():
@@ -254,11 +236,11 @@ class Faults(common_distributed.MultiProcessTestCase):
             if self.rank == culprit:
                 stack.enter_context(faulty(phase, case.act))
             found = self.outcome(call)
-        if phase is SAVE:
+        if phase is PHASES["save"]:
             # The optimizer itself did not fail, and so it does not warn.
             with self.assertNoLogs("torch.optim.muon", "WARNING"):
                 job.twins.optimizer.state_dict()
-        elif phase not in BUILDING.values():
+        elif phase is not AGREEMENT:
             again, text = self.outcome(job.twins.optimizer.step)
             message = f"{name}, the step after {found}"
             self.assertRegex(f"{again}: {text}", "RuntimeError.*Rebuild it", message)
@@ -334,7 +316,7 @@ def in_phases(act, *names):
 
 @common_distributed.requires_gloo()
 class TestMuonKilled(Faults):
-    cases = [in_phases(kill, "gather", "relay", "save")]
+    cases = [in_phases(kill, "gather", "save")]
     deadly = True
     world_size = SPARED + len(cases[0])
 
@@ -345,7 +327,7 @@ class TestMuonKilled(Faults):
 @common_distributed.requires_gloo()
 class TestMuonStopped(Faults):
     # Two teams, since the default group would otherwise be one of theirs.
-    cases = [in_phases(stop, "statuses"), in_phases(stop, "groups")]
+    cases = [in_phases(stop, "statuses"), in_phases(stop, "agreement")]
     world_size = 2 * TEAM
 
     def test_stopped(self):
@@ -355,12 +337,12 @@ class TestMuonStopped(Faults):
 OWN = "LookupError: out of luck"
 RAISING = {
     "memory": Case(
-        STEPPING["orthogonalize"],
+        PHASES["orthogonalize"],
         exhaust,
         rf"RuntimeError: .*can't allocate memory.* orthogonalize of {NAMED}",
     ),
     "interrupt": Case(
-        STEPPING["orthogonalize"],
+        PHASES["orthogonalize"],
         interrupt,
         rf"KeyboardInterrupt: .* orthogonalize of {NAMED}",
     ),
@@ -369,9 +351,6 @@ RAISING = {
         for name, phase in PHASES.items()
         if name != "orthogonalize"
     },
-    "reading": Case(
-        BUILDING["reading"], fail, OWN, r"^RuntimeError: rank \d+ reports: out"
-    ),
 }
 
 

@@ -1,47 +1,35 @@
 # Owner(s): ["oncall: distributed"]
 """Parameters that are not one matrix: stacks, fused and flattened weights, and batches with gaps."""
 
-import itertools
-import warnings
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
-    fully_shard,
     FullyShardedDataParallel,
     ShardingStrategy,
 )
-from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
     DistributedConfig,
-    partition_named_parameters,
-    split_of,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon import common_config, common_muon
+from torch.testing._internal.distributed._muon import common_config
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
-from torch.testing._internal.distributed._muon.common_modules import Run, wrap
+from torch.testing._internal.distributed._muon.common_modules import Run
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
-    grid_of,
-    local,
     mesh_of,
     OnCPU,
     place,
-    R,
     S0,
     S1,
     Spec,
     specs,
     Twins,
 )
-
-
-P = Partial()
 
 
 class Experts(nn.Module):
@@ -74,205 +62,9 @@ def groups_of(model):
     ]
 
 
-class GroupedAttention(nn.Module):
-    """Six heads of queries and two of keys and values, under the names of Llama; and latent attention."""
-
-    num_heads, num_key_value_heads = 6, 2
-    head_dim, qk_nope_head_dim, v_head_dim = 4, 3, 5
-
-    def __init__(self):
-        super().__init__()
-        rows = {"q_proj": 24, "k_proj": 8, "v_proj": 10, "kv_b_proj": 48, "o_proj": 12}
-        for seed, (name, size) in enumerate(rows.items()):
-            setattr(self, name, nn.Linear(9, size, bias=False))
-            getattr(self, name).weight.data = full(seed, (size, 9))
-
-
-# The rows of each head of GroupedAttention: of one head, or of all.
-HEADS = {
-    "q_proj": 4,
-    "k_proj": 4,
-    "v_proj": 5,
-    "kv_b_proj": [3, 5] * 6,
-}
-
-
 class TestMuonForms(OnCPU):
-    def test_batches_with_gaps(self):
-        """Matrices without gradients leave gaps, into which the last matrices of a batch move for a while."""
-        spec = Spec((8, 6), mesh_of(2), (S0,))
-        patterns = (0,), (0, 1, 2), (9,), (1, 3, 5, 7), (), range(1, 10), range(10)
-        twins = Twins([spec] * 10, foreach=True)
-        twins.step()
-        common_muon.as_on_an_accelerator(twins.optimizer)
-        # A batch rounds in its own way, so it is taken apart here.
-        with common_config.NewtonSchulzCalls() as calls:
-            for missing in patterns:
-                twins.step(missing)
-                self.assertParity(twins, f"missing {[*missing]}")
-        with self.everywhere():
-            self.assertGreater(len(calls.batches), 0)
-
-    def test_parts_that_follow_each_other_on_an_accelerator(self):
-        """Parts of different sizes were joined, and had the learning rate of the first one."""
-        for placement, split, scale in itertools.product(
-            (R, S0, S1),
-            ((128, 32, 32), (128, 64, 32), [16] * 12),
-            ("original", "spectral_unclamped"),
-        ):
-            with self.subTest(placement=placement, split=split, scale=scale):
-                spec = Spec((sum(split), 24), mesh_of(4), (placement,))
-                options = {"foreach": False, "adjust_lr_fn": scale, "lr": 0.1}
-                twins = Twins(
-                    [spec] * 3, groups=[((0, 1, 2), {"split": split})], **options
-                )
-                twins.step()
-                common_muon.as_on_an_accelerator(twins.optimizer)
-                self.assertTrainsAlike(twins, 2, f"{placement} {split} {scale}")
-
-    def test_sums_with_parts_on_an_accelerator(self):
-        """A part whose update is received was joined with one that only decays, and lost its update."""
-        mesh = grid_of(2, 2)
-        for placements in ((R, P), (P, R), (P, S1), (S1, P)):
-            with self.subTest(placements=placements):
-                sharded = [
-                    R if placement.is_partial() else placement
-                    for placement in placements
-                ]
-                found = []
-                for on_accelerator in (False, True):
-                    whole = distribute_tensor(
-                        full(1, (8, 12)), mesh, sharded, src_data_rank=None
-                    )
-                    summed = DTensor.from_local(
-                        whole.to_local().clone(),
-                        mesh,
-                        placements,
-                        run_check=False,
-                        shape=torch.Size((8, 12)),
-                        stride=(12, 1),
-                    )
-                    param = nn.Parameter(summed)
-                    group = {"params": [param], "split": (4, 4)}
-                    options = {
-                        "lr": 0.1,
-                        "foreach": False,
-                        "distributed_config": "auto",
-                    }
-                    muon = Muon([group], **options)
-                    # The next optimizer of two matrices has the same owners again.
-                    Muon(
-                        [{"params": [nn.Parameter(summed)], "split": (4, 4)}], **options
-                    )
-                    for step in range(3):
-                        gradient = full(10 + step, (8, 12))
-                        param.grad = distribute_tensor(
-                            gradient, mesh, sharded, src_data_rank=None
-                        )
-                        muon.step()
-                        if on_accelerator:
-                            common_muon.as_on_an_accelerator(muon)
-                    found.append(local(param.detach()))
-                problems = [] if torch.equal(*found) else [f"{found}"]
-                self.assertEverywhere(problems, f"{placements}")
-
-    def test_work_of_the_host_does_not_grow_with_heads(self):
-        """Heads that follow each other are copied, blended and applied together."""
-        for placement in (S0, S1):
-            with self.subTest(placement=placement):
-                found = []
-                for count in (8, 64):
-                    split = [128 // count] * count
-                    twins = Twins(
-                        [Spec((128, 16), mesh_of(4), (placement,))] * 3,
-                        groups=[((0, 1, 2), {"split": split})],
-                        foreach=True,
-                    )
-                    common_muon.as_on_an_accelerator(twins.optimizer)
-                    twins.step()
-                    bound = twins.optimizer._engine._runner.compute.bound.values()
-                    entries = copies = 0
-                    for of_bucket in bound:
-                        work = [*of_bucket.applied]
-                        for preparation in of_bucket.preparations:
-                            work += preparation.blended
-                        for batch in of_bucket.batches:
-                            work += [*batch.own, *batch.applied]
-                            copies += len(batch.received.targets) + len(
-                                batch.results.targets
-                            )
-                        entries += sum(len(together.entries) for together in work)
-                    found.append((entries, copies))
-                # Buckets may end at other heads.
-                few, many = found
-                with self.everywhere(f"{found}"):
-                    self.assertLessEqual(sum(many), sum(few) + 24)
-                owners = set(twins.optimizer.matrix_owners.values())
-                with self.everywhere():
-                    self.assertEqual(owners, {0, 1, 2, 3})
-
-    def test_heads_under_fsdp2(self):
-        """Shards end in the middle of heads. Each head has the bits of a parameter of its own, with its own scale."""
-        for mesh, scale in (
-            (mesh_of(2), "match_rms_adamw"),
-            (grid_of(2, 2), "spectral_unclamped"),
-        ):
-            with self.subTest(mesh=mesh, scale=scale):
-                layers = nn.Sequential(GroupedAttention(), GroupedAttention())
-                names = [n for n, _ in layers.named_parameters() if "o_proj" not in n]
-                heads = {name: [] for name in names}
-                for name in names:
-                    _, projection, _ = name.split(".")
-                    whole = layers.get_parameter(name).detach().clone()
-                    for head in whole.split(HEADS[projection]):
-                        heads[name].append(nn.Parameter(head.clone()))
-                fully_shard(layers, mesh=mesh)
-                splits = split_of(layers, heads=True)
-                groups, _ = partition_named_parameters(layers, split=splits)
-                options = {"lr": 0.1, "adjust_lr_fn": scale}
-                muon = Muon(groups, distributed_config="auto", **options)
-                alone = Muon(
-                    [head for own in heads.values() for head in own], **options
-                )
-                for step in range(2):
-                    for seed, name in enumerate(names):
-                        param = layers.get_parameter(name)
-                        gradient = full(10 * step + seed, param.shape)
-                        at = param.device_mesh, param.placements
-                        param.grad = distribute_tensor(gradient, *at)
-                        for head, grad in zip(
-                            heads[name], gradient.split([len(h) for h in heads[name]])
-                        ):
-                            head.grad = grad
-                    muon.step()
-                    alone.step()
-                found = {
-                    name: layers.get_parameter(name).detach().full_tensor()
-                    for name in names
-                }
-                with self.everywhere(scale):
-                    self.assertEqual(splits.keys(), {*names})
-                    for name, own in heads.items():
-                        expected = torch.cat([head.detach() for head in own])
-                        self.assertEqual(found[name], expected, rtol=0, atol=0)
-
     def twins(self, layout, config=None, **options):
         return Twins(layout, config, allow_batched_matrices=True, **options)
-
-    def test_dtensors_without_a_config_have_plain_products(self):
-        for placement in (S0, S1):
-            with self.subTest(placement=placement):
-                spec = Spec((520, 520), mesh_of(4), (placement,))
-                alone = nn.Parameter(full(0, spec.shape))
-                sharded = nn.Parameter(place(alone.detach(), spec))
-                alone.grad = full(1, spec.shape)
-                sharded.grad = place(alone.grad, spec)
-                for param in (alone, sharded):
-                    Muon([param]).step()
-                found = sharded.detach().full_tensor()
-                # Sharded products add in another order.
-                same = torch.allclose(alone.detach(), found, atol=1e-4)
-                self.assertEverywhere([] if same else [f"{placement}"])
 
     def test_fsdp1(self):
         every = nn.Conv2d, Experts, nn.Linear
@@ -317,48 +109,6 @@ class TestMuonForms(OnCPU):
         options = {"distributed_config": "auto", "allow_batched_matrices": True}
         fused = Muon([{"params": twins.params, "split": (2, 4)}], **options)
         self.assertEqual(len(fused.matrix_owners), 2 * 8)
-
-    def test_groups_whose_ranks_hold_different_matrices(self):
-        """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
-        shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
-        cut = common_muon.Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
-        cases = (Spec(shape, mesh_of(4), (S0,)), None), (cut, dist.group.WORLD)
-        for spec, fsdp in cases:
-            with self.subTest(spec=spec, fsdp=fsdp):
-                config = create_auto_config(fsdp, cp_process_group=pairs)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    twins = self.twins([spec], config)
-                with torch.no_grad():
-                    whole = full(0, shape[1:]).expand(shape).clone()
-                    twins.singles[0].copy_(whole)
-                    twins.params[0].copy_(place(whole, spec))
-                self.assertTrainsAlike(twins, 1)
-
-    def test_tensor_parallelism_of_a_plain_stack(self):
-        """It cuts whole matrices, or rows or columns of each."""
-        for dim, sizes in ((0, (1, 1, 1, 1)), (1, (2, 2, 1, 1)), (2, (3, 3, 2, 2))):
-            with self.subTest(dim=dim):
-                config = create_auto_config(
-                    tp_process_group=dist.group.WORLD, tp_dim_per_param=dim
-                )
-                cut = common_muon.Cut((4, 6, 10), ((dim, sizes, self.rank),))
-                self.assertTrainsAlike(self.twins([cut], config), 1)
-
-    def test_errors_of_fsdp1_over_tensor_parallelism(self):
-        grid, stacked = grid_of(2, 2), r"'0' of shape .* TP cut"
-        # Rank 3 is in no unit with rank 0, whose learning rate is wrong.
-        rate = -1.0 if self.rank == 0 else 0.1
-        cases = ((4, 6, 10), 0.1, stacked), ((6, 10), rate, "Learning rate should be")
-        for orig, (shape, lr, pattern) in itertools.product((False, True), cases):
-            with self.subTest(orig=orig, shape=shape, lr=lr):
-                weight = place(full(0, shape), Spec(shape, grid["b"], [S0]))
-                weights = nn.ParameterList([weight])
-                model = wrap(weights, orig, units=None, device_mesh=grid["a"])
-                config = create_auto_config(module=model)
-                options = {"distributed_config": config, "allow_batched_matrices": True}
-                build = partial(Muon, model.parameters(), lr, **options)
-                self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_errors(self):
         def sharded(*shape):

@@ -5,7 +5,6 @@ import copy
 from functools import partial
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Muon
@@ -23,6 +22,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     grid_of,
+    place,
+    S0,
+    Spec,
 )
 
 
@@ -96,17 +98,6 @@ class TestMuonFSDP1(common_muon.OnCPU):
                     self.assertTrue(torch.equal(mine, piece))
                     self.assertEqual(seen.names, [])
 
-    def test_gathers_without_an_index(self):
-        """The second one took the first one's shape."""
-        layers = (torch.nn.Linear(*shape, False) for shape in ((5, 7), (7, 3)))
-        single = torch.nn.Sequential(*layers)
-        model = wrap(copy.deepcopy(single), True, FULL, None)
-        config = create_auto_config(module=model)
-        with self.everywhere():
-            for param, expected in zip(model.parameters(), single.parameters()):
-                gathered = config.gather_fn(param, 0, config.state)
-                self.assertTrue(torch.equal(gathered, expected))
-
     def test_units_of_equal_shapes_in_different_orders(self):
         """Ranks that listed equal units in different orders mixed up their updates.
 
@@ -122,86 +113,22 @@ class TestMuonFSDP1(common_muon.OnCPU):
                 pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
                 self.assertRefused(pattern, matrices, module=model)
 
-    def test_matrix_that_tensor_parallelism_leaves_out(self):
-        """An int dimension made halves of it. FSDP1 knows which matrices TP cut, and that one is whole."""
-        grid = grid_of(2, 2)
-        torch.manual_seed(5)
-        model = Model()
-        for block in model.blocks:
-            parallelize_module(block, grid["b"], {"a": ColwiseParallel()})
-        model = wrap(model, False, units=(common_modules.Block,), device_mesh=grid["a"])
-        options = {"tp_process_group": grid.get_group("b"), "module": model}
-        params, _ = partition_parameters(model)
-        for dims in (0, {}, None):
-            with self.subTest(dims=dims):
-                with self.assertWarnsOnce():
-                    config = create_auto_config(**options, tp_dim_per_param=dims)
-                    muon = Muon(params, lr=0.1, distributed_config=config)
-                with self.everywhere(f"{dims}"):
-                    found = {layout.shape for layout in muon._engine.schedule.layouts}
-                    expected = {tuple(weight.shape) for weight in Model().parameters()}
-                    self.assertEqual(found, expected)
-
-        # The flat parameters show it without the module, too.
-        config = create_auto_config(
-            fsdp_process_group=grid.get_group("a"),
-            tp_process_group=grid.get_group("b"),
-            tp_dim_per_param=0,
-        )
-        muon = Muon(params, lr=0.1, distributed_config=config)
-        with self.everywhere():
-            found = {layout.shape for layout in muon._engine.schedule.layouts}
-            self.assertEqual(found, expected)
-
-        # FSDP1 knows the ranks of TP.
-        muon = Muon(params, distributed_config=create_auto_config(module=model))
-        with self.everywhere():
-            found = {layout.holders for layout in muon._engine.schedule.layouts}
-            self.assertIn((0, 1, 2, 3), found)
-
     def test_replicas_that_fsdp1_cuts_at_different_places(self):
         """TP cuts 51 rows into 26 and 25. So the replicas behind them start at different places of the flat parameters."""
         grid = grid_of(2, 2)
-        wholes = {"cut": full(1, (51, 12)), "left": full(2, (7, 10))}
-        gradients = {"cut": full(3, (51, 12)), "left": full(4, (7, 10))}
         model = torch.nn.Sequential()
-        for name, whole in wholes.items():
-            layer = torch.nn.Linear(*reversed(whole.shape), bias=False)
-            layer.weight.data = whole.clone()
-            model.add_module(name, layer)
+        for name, rows, columns in (("cut", 51, 12), ("left", 7, 10)):
+            model.add_module(name, torch.nn.Linear(columns, rows, bias=False))
         parallelize_module(model, grid["b"], {"cut": ColwiseParallel()})
         model = wrap(model, False, units=None, device_mesh=grid["a"])
-        config = create_auto_config(
-            fsdp_process_group=grid.get_group("a"),
-            tp_process_group=grid.get_group("b"),
-            tp_dim_per_param=0,
-            module=model,
-        )
-        (flat,) = model.parameters()
+        options = {"tp_process_group": grid.get_group("b"), "tp_dim_per_param": 0}
+        config = create_auto_config(module=model, **options)
         with self.assertWarnsOnce("left.weight.*FSDP1 cuts it at other places"):
-            muon = Muon([flat], lr=0.1, distributed_config=config)
-        singles = {name: torch.nn.Parameter(w.clone()) for name, w in wholes.items()}
-        for name, single in singles.items():
-            single.grad = gradients[name]
-        Muon(singles.values(), lr=0.1).step()
-
-        def regions():
-            for layout in muon._engine.schedule.layouts:
-                name = "cut" if layout.shape == (51, 12) else "left"
-                for region in layout.shards.of(self.rank):
-                    yield name, region
-
-        flat.grad = torch.zeros_like(flat)
-        for name, region in regions():
-            region.of_local(flat.grad).copy_(region.of_matrix(gradients[name]))
+            muon = Muon(model.parameters(), lr=0.1, distributed_config=config)
+        (flat,) = model.parameters()
+        flat.grad = torch.ones_like(flat)
         with NewtonSchulzCalls() as calls:
             muon.step()
-        problems = []
-        for name, region in regions():
-            mine = region.of_local(flat.detach())
-            if not torch.equal(mine, region.of_matrix(singles[name].detach())):
-                problems.append(f"{name} {region}")
-        self.assertEverywhere(problems)
         # Each rank of TP has its own copy of the one that is left.
         self.assertEqual(sum(everyone(len(calls.shapes))), 3)
 
@@ -209,6 +136,18 @@ class TestMuonFSDP1(common_muon.OnCPU):
         """Muon for ``params`` under create_auto_config with ``options``."""
         config = create_auto_config(**options)
         build = partial(Muon, list(params), distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, pattern)
+
+    def test_stack_that_tensor_parallelism_cuts(self):
+        grid = grid_of(2, 2)
+        weight = place(full(0, (4, 6, 10)), Spec((4, 6, 10), grid["b"], (S0,)))
+        model = wrap(
+            torch.nn.ParameterList([weight]), units=None, device_mesh=grid["a"]
+        )
+        options = {"distributed_config": create_auto_config(module=model)}
+        params = model.parameters()
+        build = partial(Muon, params, allow_batched_matrices=True, **options)
+        pattern = r"'0' of shape .* TP cut"
         self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_flat_parameter_that_mixes_matrices_with_biases(self):
@@ -248,29 +187,6 @@ class TestMuonFSDP1(common_muon.OnCPU):
         self.assertRaisesEverywhere(build, ValueError, "Learning rate should be")
         # Another optimizer over the same ranks works.
         self.check(Run(True), 1)
-
-    def test_ignored_parameter_that_tensor_parallelism_cuts(self):
-        grid = grid_of(2, 2)
-        tp = grid.get_group("b")
-        # Without a word or a mark, each rank has the whole matrix.
-        for said, mark in ((0, None), ({0: 0}, None), (None, 0), (None, None)):
-            with self.subTest(said=said, mark=mark):
-                model = torch.nn.Linear(8, 4, bias=False)
-                ignored = [model.weight]
-                if mark is not None:
-                    model.weight.tp_dim = mark
-                layers = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
-                options = {"ignored_states": ignored, "use_orig_params": True}
-                group, device = grid.get_group("a"), torch.device("cpu")
-                model = FSDP(layers, process_group=group, device_id=device, **options)
-                options = {"tp_process_group": tp, "tp_dim_per_param": said}
-                config = create_auto_config(module=model, **options)
-                optimizer = Muon(ignored, distributed_config=config)
-                with self.everywhere(f"{said} {mark}"):
-                    ranks = torch.distributed.get_process_group_ranks(tp)
-                    if said is None and mark is None:
-                        ranks = [self.rank]
-                    self.assertEqual(sorted(optimizer.assignments), ranks)
 
     def test_matrices_that_are_not_contiguous(self):
         for orig in (False, True):

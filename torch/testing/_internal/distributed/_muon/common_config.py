@@ -1,7 +1,7 @@
 """Helpers for tests of Muon on one process."""
 
+import threading
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -111,31 +111,38 @@ def make_params(*shapes, dtype=torch.float32, seed=0):
     return params
 
 
+# The calls that this thread, which may be a rank, counts.
+_counting = threading.local()
+_newton_schulz = _muon_formulas.newton_schulz
+
+
+def _counted_newton_schulz(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    calls = getattr(_counting, "calls", None)
+    if calls is None:
+        return _newton_schulz(x, *args, **options)
+    if x.ndim == 2:
+        calls.shapes.append(tuple(x.shape))
+        return _newton_schulz(x, *args, **options)
+    calls.batches.append(tuple(x.shape))
+    options["out"] = None
+    return torch.stack([_counted_newton_schulz(m, *args, **options) for m in x])
+
+
 class NewtonSchulzCalls:
     """Counts the matrices that this rank orthogonalizes, and takes a batch apart, which rounds otherwise."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
         self.batches: list[tuple[int, ...]] = []
-        self._original = _muon_formulas.newton_schulz
-        self._patch = mock.patch.object(
-            _muon_formulas, "newton_schulz", side_effect=self._call
-        )
-
-    def _call(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if x.ndim > 2:
-            self.batches.append(tuple(x.shape))
-            options["out"] = None
-            return torch.stack([self._call(matrix, *args, **options) for matrix in x])
-        self.shapes.append(tuple(x.shape))
-        return self._original(x, *args, **options)
 
     def __enter__(self):
-        self._patch.start()
+        # It stays, because other threads may still count.
+        _muon_formulas.newton_schulz = _counted_newton_schulz
+        _counting.calls = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+        _counting.calls = None
 
 
 class MuonTestCase(TestCase):

@@ -52,7 +52,7 @@ class Strategy:
             which = self.mesh.get_coordinate()[mesh_dim]
             parts = sizes_of(sizes[dim], self.mesh.size(mesh_dim), how)
             # A dimension may count from the end.
-            cuts.append((dim % 2, parts, which))
+            cuts.append((dim % len(shape), parts, which))
             sizes[dim] = parts[which]
         return Cut(tuple(shape), tuple(cuts))
 

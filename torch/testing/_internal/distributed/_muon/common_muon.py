@@ -86,10 +86,7 @@ def process_type() -> Any:
 
 
 def with_process_group(test: Callable) -> Callable:
-    """Gives the rank of a test of OnGPUs its GPU and a process group.
-
-    It goes below ``skip_if_lt_x_gpu``: without GPUs, NCCL does not start.
-    """
+    """Gives the rank of a test of OnGPUs its GPU and a process group."""
 
     @functools.wraps(test)
     def wrapper(case: OnGPUs) -> None:
@@ -106,12 +103,16 @@ class OnGPUs:
     """
 
     world_size: int
+    # Where there are fewer, a test starts no process.
+    gpus: int
     backend = "nccl"
     # A test that takes longer is ended and fails, with the traces of its ranks. The other tests run.
     seconds = 60
 
     def setUp(self) -> None:
         super().setUp()
+        if torch.cuda.device_count() < self.gpus:
+            self.skipTest(f"Need at least {self.gpus} CUDA devices")
         self._spawn_processes()
 
     def _spawn_processes(self) -> None:
@@ -137,12 +138,28 @@ class OnGPUs:
 
 
 class Spec(NamedTuple):
-    """A matrix and how it is placed; a plain tensor, whole on every rank, without a mesh."""
+    """A matrix and how it is placed; a plain tensor, whole on every rank, without a mesh.
 
-    shape: tuple[int, int]
+    Gradients may be placed in another way than their parameter.
+    """
+
+    shape: tuple[int, ...]
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...] | None
     dtype: torch.dtype = torch.float32
+    gradients: tuple[Placement, ...] | None = None
+
+    @property
+    def is_summed(self) -> bool:
+        return any(placement.is_partial() for placement in self.placements or ())
+
+    def without_sums(self) -> Spec:
+        """The same matrix, where each rank holds the sums themselves."""
+        placements = [R if p.is_partial() else p for p in self.placements]
+        return self._replace(placements=tuple(placements))
+
+    def of_gradient(self) -> Spec:
+        return self._replace(placements=self.gradients or self.placements)
 
 
 class Cut(NamedTuple):
@@ -151,13 +168,17 @@ class Cut(NamedTuple):
     ``cuts`` are (dimension, sizes of the pieces, which of them is this rank's), made in that order.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     cuts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
     dtype: torch.dtype = torch.float32
+    is_summed = False
 
     @property
     def placements(self) -> tuple:
         return self.cuts
+
+    def of_gradient(self) -> Cut:
+        return self
 
     def piece(self, tensor: torch.Tensor) -> torch.Tensor:
         for dim, sizes, which in self.cuts:
@@ -176,9 +197,38 @@ def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
         return spec.piece(tensor)
     if spec.mesh is None:
         return tensor.clone()
+    if spec.is_summed:
+        return DTensor.from_local(
+            piece_of(_contribution(tensor, spec), spec.without_sums()).clone(),
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
     return distribute_tensor(
         tensor.clone(), spec.mesh, spec.placements, src_data_rank=None
     )
+
+
+def _contribution(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Each element is with one of the ranks whose contributions are added, and the others have zero. So the sum is
+    exact, in any order.
+    """
+    number, count = 0, 1
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_partial():
+            number = number * spec.mesh.size(dim) + spec.mesh.get_local_rank(dim)
+            count *= spec.mesh.size(dim)
+    elements = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+    return tensor.where(elements % count == number, 0)
+
+
+def added(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
+    """This rank's piece of ``tensor``; of contributions, their sum."""
+    if spec.is_summed:
+        tensor = tensor.redistribute(placements=spec.without_sums().placements)
+    return local(tensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +241,10 @@ def piece_of(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
         return spec.piece(tensor)
     if spec.mesh is None:
         return tensor
-    return tensor.take(_elements(tensor.shape, spec.mesh, tuple(spec.placements)))
+    if spec.is_summed:
+        spec = spec.without_sums()
+    placements = tuple(spec.placements)
+    return tensor.take(_elements(tensor.shape, spec.mesh, placements, dist.get_rank()))
 
 
 def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -204,9 +257,15 @@ def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @functools.cache
 def _elements(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    rank: int,
 ) -> torch.Tensor:
-    """Which elements, counted row by row, this rank's piece consists of. DTensor is asked once."""
+    """Which elements, counted row by row, the piece of ``rank``, this one, consists of. DTensor is asked once.
+
+    Meshes of equal ranks are equal, also in threads that come after each other.
+    """
     numbers = torch.arange(math.prod(shape), device=device()).reshape(shape)
     return local(place(numbers, Spec(shape, mesh, placements)))
 
@@ -230,23 +289,27 @@ def moved_alike(
     steps: int = 1,
     start: Any = None,
     piece: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole,
+    summed: bool = False,
 ) -> bool:
     """Whether ``a`` is the ``piece`` of ``b`` after ``steps`` from ``start``.
 
-    Bit for bit, but for bfloat16: ATen's loop over a CPU tensor rounds ``param + alpha * update`` once
-    for most elements and twice for the remainder, and which elements are the remainder depends on the
-    shape of the tensor. So each step may differ by the rounding of its last addition.
+    Bit for bit, but for parameters of 16 bits: ATen's loop over a CPU tensor rounds ``param + alpha * update`` once
+    for most elements and twice for the remainder, and which elements are the remainder depends on the shape of the
+    tensor. So each step may differ by the rounding of its last addition. So may a sum of contributions, of which one
+    takes the update.
     """
     expected = piece(b)
     if not is_exact():
         return is_near(a, expected, b - start)
-    if a.dtype != torch.bfloat16:
+    half = torch.finfo(a.dtype).bits == 16
+    if not half and not summed:
         return torch.equal(a, expected)
     if a.shape != expected.shape:
         return False
     # Half a unit in the last place of a parameter, and of a move of at most one half.
-    rounding = 2.0**-8 * expected.float().abs() + 2.0**-10
-    difference = (a.float() - expected.float()).abs()
+    unit = torch.finfo(a.dtype).eps / 2
+    rounding = unit * (expected.double().abs() + 0.25)
+    difference = (a.double() - expected.double()).abs()
     return bool((difference <= 2 * steps * rounding).all())
 
 
@@ -298,22 +361,23 @@ def specs(
 
 
 # Meshes are made once: equal ones with groups of their own get mixed up in DTensor's caches, and
-# differently so on ranks that went through different errors.
+# differently so on ranks that went through different errors. Ranks that are threads have worlds of their own.
 
 
 @functools.cache
+def _mesh(world: dist.ProcessGroup, shape: tuple[int, ...], names: str) -> DeviceMesh:
+    return init_device_mesh(device().type, shape, mesh_dim_names=tuple(names))
+
+
 def mesh_of(size: int) -> DeviceMesh:
     """This rank's one-dimensional mesh of ``size`` ranks, of which the world has several."""
     count = dist.get_world_size() // size
-    names = ("copy", "rank")
-    return init_device_mesh(device().type, (count, size), mesh_dim_names=names)["rank"]
+    return _mesh(dist.group.WORLD, (count, size), "cr")["r"]
 
 
-@functools.cache
 def grid_of(*shape: int) -> DeviceMesh:
     """The mesh of all ranks, with dimensions "a", "b" and so on."""
-    names = tuple("abcd"[: len(shape)])
-    return init_device_mesh(device().type, shape, mesh_dim_names=names)
+    return _mesh(dist.group.WORLD, shape, "abcd"[: len(shape)])
 
 
 class Twins:
@@ -330,9 +394,12 @@ class Twins:
         groups: Sequence[tuple[Sequence[int], dict[str, Any]]] | None = None,
         seed: int = 0,
         seeds: Sequence[int] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        is_named: bool = False,
         **options: Any,
     ) -> None:
         self.specs = list(specs)
+        self.grad_dtype = grad_dtype
         self.seed = seed
         self.seeds = list(seeds or range(seed, seed + len(self.specs)))
         self.params, self.singles, self.starts = [], [], {}
@@ -342,11 +409,15 @@ class Twins:
             self.singles.append(single)
             self.starts[single] = whole.clone()
             self.params.append(torch.nn.Parameter(place(whole, spec)))
+            if grad_dtype is not None:
+                single.grad_dtype = self.params[-1].grad_dtype = grad_dtype
         if groups is None:
             groups = [(range(len(self.specs)), {})]
         grouped, grouped_singles = [], []
         for indices, own in groups:
             params = [self.params[index] for index in indices]
+            if is_named:
+                params = [(f"v{index}", self.params[index]) for index in indices]
             singles = [self.singles[index] for index in indices]
             grouped.append({"params": params, **copy.deepcopy(own)})
             grouped_singles.append({"params": singles, **copy.deepcopy(own)})
@@ -364,9 +435,9 @@ class Twins:
                 param.grad = single.grad = None
                 continue
             seed = self.seeds[index] + 1000 * self.steps
-            gradient = full(seed, spec.shape, spec.dtype)
+            gradient = full(seed, spec.shape, self.grad_dtype or spec.dtype)
             single.grad = gradient
-            param.grad = place(gradient, spec)
+            param.grad = place(gradient, spec.of_gradient())
 
     def step(
         self, missing: Sequence[int] = (), closure: Callable | None = None
@@ -383,7 +454,8 @@ class Twins:
             name = f"{index}: {spec.shape} {spec.placements} {spec.dtype}"
             start = self.starts.get(single)
             cut = functools.partial(piece_of, spec=spec)
-            if not moved_alike(local(param), single.detach(), self.steps, start, cut):
+            mine, its = added(param.detach(), spec), single.detach()
+            if not moved_alike(mine, its, self.steps, start, cut, spec.is_summed):
                 found.append(f"parameter {name}")
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
             its = self.single.state.get(single, {}).get("momentum_buffer")
@@ -398,7 +470,7 @@ class Twins:
             return mine is None or not local(mine).any()
         if mine is None or placed(mine) != placed(param.data.to(its.dtype)):
             return False
-        return equal(local(mine), piece_of(its, spec))
+        return equal(added(mine, spec), piece_of(its, spec))
 
 
 class ParityAssertions:
@@ -522,3 +594,20 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
         super()._init_pg(rank, world_size, rdvz_file)
+
+
+class OnThreads(ParityAssertions, common_distributed.MultiThreadedTestCase):
+    """Methods run on every rank, and ranks are threads of one process, so that there can be many. Collectives that do
+    not match, and the order of asynchronous ones, go unnoticed. A patch of a test is for all ranks.
+    """
+
+    world_size = 8
+    # A recorder would see the collectives of all ranks.
+    recorder = contextlib.nullcontext
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def perThreadSetUp(self) -> None:
+        torch.set_num_threads(1)

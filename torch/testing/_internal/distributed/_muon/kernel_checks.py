@@ -12,11 +12,9 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -250,53 +248,6 @@ def check_products_with_a_base() -> None:
             require_mirrored(found, *about)
 
 
-def check_products_without_a_base() -> None:
-    """Neither ``beta`` nor the former content of memory counts."""
-    x = drawn(40, 24)
-    expected = -0.5 * x.double() @ x.double().mT
-    expected += 2 * torch.eye(40, dtype=torch.float64)
-    for full, parts in ((6, 1), (0, 2)):
-        with cut(full, parts):
-            found = kernels.symmetric_product(
-                x, x, alpha=-0.5, beta=7, diagonal=2, tiles=SMALL
-            )
-        require_near(found, expected, 2**-11, full, parts)
-
-
-def check_products_of_two_matrices() -> None:
-    """``x`` times the transpose of a polynomial of its Gram matrix times ``x`` is symmetric."""
-    for shape in ((40, 24), (2, 24, 40)):
-        x = drawn(*shape) / 8
-        gram = x.double() @ x.double().mT
-        other = (gram @ x.double()).half()
-        expected = gram @ gram.mT
-        layouts = itertools.product((torch.clone, by_columns), repeat=2)
-        for (of_left, of_right), by_descriptor in itertools.product(
-            layouts, (True, False)
-        ):
-            left, right = of_left(other), of_right(x)
-            tiles = SMALL._replace(by_descriptor=by_descriptor)
-            about = shape, left.stride(), right.stride(), by_descriptor
-            for full, parts in ((6, 1), (1, 2)):
-                with cut(full, parts):
-                    found = kernels.symmetric_product(left, right, tiles=tiles)
-                # Two roundings to float16.
-                require_near(found, expected, 2**-10, full, parts, *about)
-
-
-def check_products_of_symmetric_matrices() -> None:
-    """A polynomial of a symmetric matrix commutes with it."""
-    x = drawn(40, 40) / 20
-    symmetric = x + x.mT
-    with on_gpu(3):
-        polynomial = kernels.symmetric_product(symmetric, symmetric, diagonal=1)
-        found = kernels.symmetric_product(polynomial, symmetric)
-    exact = symmetric.double()
-    expected = (exact @ exact + torch.eye(40)) @ exact
-    # Two roundings to float16.
-    require_near(found, expected, 2**-10)
-
-
 def check_waves() -> None:
     """Programs for full waves, and parts of the tiles that remain."""
     for expected, tiles, loads, multiprocessors in (
@@ -394,26 +345,16 @@ def small_chunks() -> Any:
 
 
 def check_gradients_come_into_momentum() -> None:
+    """The blend takes the momentum after it was rounded to its dtype."""
+    half, single = torch.float16, torch.float32
     for momentum, nesterov, sizes in itertools.product(
         MOMENTA, (True, False), (ODD, ALIGNED, (700,))
     ):
         with small_chunks():
             compare_pass_before(momentum, nesterov, sizes)
-
-
-def check_momenta_and_gradients_in_float16() -> None:
-    """The blend takes the momentum after it was rounded to its dtype."""
-    half = torch.float16
-    for of_gradients, nesterov in itertools.product(
-        (half, torch.float32), (True, False)
-    ):
+    for nesterov, of_gradients in itertools.product((True, False), (half, single)):
         with small_chunks():
             compare_pass_before(MOMENTA[0], nesterov, ODD, half, of_gradients)
-
-
-def check_steps_without_any_gradient() -> None:
-    for nesterov in (True, False):
-        with small_chunks():
             compare_pass_before(MOMENTA[0], nesterov, ODD, has_gradients=False)
 
 
@@ -618,28 +559,6 @@ def check_other_coefficients_for_each_step() -> None:
             require_near(found, expected, MOST[form], shape, form)
 
 
-def check_rows_much_smaller_than_one() -> None:
-    """Their elements are near the end of float16's range, unless the matrix is scaled."""
-    x = drawn(48, 96).float()
-    x[0] *= 1e5
-    expected = exact_polynomial(x)
-    for form in ("symmetric", "gram"):
-        with on_gpu(4, many_loads=3):
-            found = forms.orthogonalized(x, COEFFICIENTS, EPS, form)
-        require_near(found, expected, MOST[form], form)
-        require_near(found[1:], expected[1:], MOST[form], "small rows", form)
-
-
-def check_norms() -> None:
-    """In float32, also of bfloat16; each of its own matrix; and at least ``eps``."""
-    x = drawn(3, 24, 40).bfloat16()
-    for each in (x, x.mT, x[0]):
-        found = forms._norms(each, EPS)
-        expected = torch.linalg.matrix_norm(each.double())[..., None, None]
-        torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=0)
-    require(torch.equal(forms._norms(x * 0, 0.5), torch.full((3, 1, 1), 0.5)))
-
-
 def check_nearly_low_rank_matrices() -> None:
     """Their smallest singular values get lost by the rounding, in float16 less than in bfloat16: the default's distance
     was 8 times as large or more.
@@ -765,7 +684,7 @@ def interpret() -> dict[str, str]:
 
 
 def compiled() -> dict[str, dict[str, Any]]:
-    """The registers, memory and instructions of each kernel on each GPU, by the kernel's name and constants."""
+    """The shared memory and the instructions of each kernel on each GPU, by the kernel's name and constants."""
     found: dict[str, dict[str, Any]] = {}
     kinds = [(10 * major, tiles) for (major, _), tiles in kernels.TILES.items()]
     # GPUs with less shared memory, and newer ones.
@@ -902,34 +821,7 @@ def _usage(
         "bulk copies": ptx.count("cp.async.bulk"),
         "loads of four": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "stores of four": len(re.findall(r"st\.global\S*\.v4", ptx)),
-        **_of_ptxas(result.asm["cubin"]),
     }
-
-
-def _of_ptxas(cubin: bytes) -> dict[str, int]:
-    """The registers of a thread, the bytes that spills take, and the fused multiplications and additions; {} where
-    Triton has no programs to ask.
-    """
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    program = folder / "cuobjdump"
-    if not program.exists() or not (folder / "nvdisasm").exists():
-        return {}
-    path = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
-    path.write_bytes(cubin)
-    # It looks for the disassembler there.
-    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-    def told(option: str) -> str:
-        command = [str(program), option, str(path)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, env=environment
-        ).stdout
-
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told("-res-usage"))
-    if found is None:
-        return {}
-    fused = told("-sass").count("FFMA")
-    return {"registers": int(found[1]), "stack": int(found[2]), "fused": fused}
 
 
 if __name__ == "__main__":
