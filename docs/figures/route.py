@@ -27,6 +27,8 @@ PANELS = {
     "HSDP:  (Replicate(), Shard(0))": (None, 0),
 }
 COLOURS = ["#2f6fb5", "#d9822b", "#3d9a5f", "#a14fb0"]
+# Where a rank holds nothing, a matrix is grey.
+CELLS = ListedColormap(COLOURS).with_extremes(bad="#e9ecf0")
 CELL, ROW_HEIGHT = 0.17, 1.55
 # From left to right: the momentum's shards, the matrix on its owner before and after Newton-Schulz, the update's shards.
 BEFORE, BEFORE_NS, AFTER_NS, AFTER = 2.0, 5.65, 8.35, 12.0
@@ -68,20 +70,9 @@ def draw_matrix(axes, x, rank, shards, colours):
     left, top = x - COLUMNS * CELL / 2, height_of(rank) + ROWS * CELL / 2
     columns = [left + CELL * column for column in range(COLUMNS + 1)]
     rows = [top - CELL * row for row in range(ROWS + 1)]
-    paper = pyplot.Rectangle(
-        (left, rows[-1]), COLUMNS * CELL, ROWS * CELL, facecolor="#e9ecf0"
-    )
-    axes.add_patch(paper)
-    axes.pcolormesh(
-        columns,
-        rows,
-        grid.view(ROWS, COLUMNS),
-        cmap=ListedColormap(COLOURS),
-        vmin=0,
-        vmax=len(COLOURS),
-        edgecolors="white",
-        linewidth=0.7,
-    )
+    options = {"cmap": CELLS, "vmin": 0, "vmax": len(COLOURS), "linewidth": 0.7}
+    grid = grid.view(ROWS, COLUMNS)
+    axes.pcolormesh(columns, rows, grid, edgecolors="white", **options)
 
 
 def draw_arrow(axes, start, end, text, colour, style="solid"):
