@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def copy_optimizer() -> None:
-    """Makes the copy anew. A former run may have ended in the middle of a fault."""
+    """Makes a new copy. A former run may have ended in the middle of a fault."""
     shutil.rmtree(COPY, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "torch" / "optim", COPY / "optim", ignore=ignored)
@@ -82,7 +82,7 @@ def copy_optimizer() -> None:
 def try_faults(args: argparse.Namespace) -> int:
     copy_optimizer()
     for path in (COPY / "optim").rglob("*.py"):
-        changed_lines(PLACE, COPY, path)  # the record must know each file as it is
+        changed_lines(PLACE, COPY, path)  # the record must have each file
     os.environ["PYTHONPATH"] = str(COPY)
     command = f"{sys.executable} -m tools.mutation --test"
     with use_db(PLACE / f"{args.seed}.sqlite") as database:
