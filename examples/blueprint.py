@@ -74,7 +74,6 @@ output takes ten minutes.
 import math
 import tempfile
 import zlib
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -106,19 +105,10 @@ DP, TP = 4, 2
 RANKS = range(DP * TP)
 
 
-def dp_group(rank: int) -> list[int]:
-    return [r for r in RANKS if r % TP == rank % TP]
-
-
-def tp_group(rank: int) -> list[int]:
-    return [r for r in RANKS if r // TP == rank // TP]
-
-
 if __name__ == "__main__":
-    print("The grid\n\nrank  (dp, tp)  DP group      TP group")
-    for rank in RANKS:
-        groups = (" ".join(map(str, group(rank))) for group in (dp_group, tp_group))
-        print("{:4}  {!s:8}  {:12}  {}".format(rank, divmod(rank, TP), *groups))
+    print("The grid: each row is a TP group, each column a DP group\n")
+    for dp in range(DP):
+        print("  ", *RANKS[dp * TP : (dp + 1) * TP])
 
 # %% [markdown]
 # ## 2. The shards of a rank
@@ -177,16 +167,10 @@ def shard_of(whole: Tensor, matrix: Matrix, rank: int) -> Tensor:
 if __name__ == "__main__":
     print("\nThe shards of a rank\n")
     for matrix in MATRICES[:2]:
-        rows, columns = matrix.shape
-        print(f"{matrix.name} is {rows} x {columns}: {PLACEMENTS[matrix.tp_dim]}")
-        places = torch.arange(rows * columns).view(rows, columns)
-        for rank in RANKS:
-            shard = shard_of(places, matrix, rank)
-            top, left = divmod(shard[0, 0].item(), columns)
-            bottom, right = divmod(shard[-1, -1].item(), columns)
-            print(
-                f"  rank {rank}  rows {top:2} to {bottom:2}  columns {left} to {right}"
-            )
+        shape = tuple(shard_of(torch.empty(matrix.shape), matrix, 0).shape)
+        print(
+            f"  {matrix.name}, {matrix.shape}: {shape} by {PLACEMENTS[matrix.tp_dim]}"
+        )
 
 # %% [markdown]
 # ## 3. The long way
@@ -248,12 +232,11 @@ if __name__ == "__main__":
     count = len({entry.bucket for entry in entries})
     print(f"\nThe long way: {count} buckets of {DP} runs of {BUCKET // DP} elements\n")
     for entry in entries[:4]:
-        size = " x ".join(map(str, entry.shape))
-        print(f"  {entry.matrix.name}  bucket {entry.bucket}  slice {size:8}", end="")
-        for dp in range(DP):
-            if run := range(math.prod(entry.shape))[run_of(entry, dp)]:
-                print(f"  dp {dp}: {run[0]} to {run[-1]}", end="")
-        print()
+        runs = [run_of(entry, dp) for dp in range(DP)]
+        sizes = [run.stop - run.start for run in runs]
+        print(
+            f"  {entry.matrix.name}  bucket {entry.bucket}  elements of each run {sizes}"
+        )
 
 # %% [markdown]
 # The journey has five steps. Steps 1 and 2 communicate, steps 4 and 5 only slice:
@@ -283,8 +266,7 @@ class LongWay:
         self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
         self.params = [self.shard(random(e.matrix, 0), e).clone() for e in self.entries]
         self.momentum = [torch.zeros_like(p) for p in self.params]
-        self.calls: Counter[str] = Counter()
-        self.sent = 0
+        self.calls = self.sent = 0
 
     def shard(self, whole: Tensor, entry: Entry) -> Tensor:
         """TP shard, then DP shard."""
@@ -305,7 +287,7 @@ class LongWay:
         for bucket, inside in buckets.items():
             # 1. DP gather
             run = torch.cat(inside)
-            gathered[bucket] = self.all_gather("DP gather", run, self.dp_group)
+            gathered[bucket] = self.all_gather(run, self.dp_group)
         for entry, run, param in zip(self.entries, runs, self.params):
             if run.numel():
                 bucket = torch.cat(gathered[entry.bucket])
@@ -316,12 +298,12 @@ class LongWay:
         self, entry: Entry, tp_slice: Tensor, param: Tensor, hyper: dict[str, Any]
     ) -> None:
         # 2. TP gather
-        slices = self.all_gather("TP gather", tp_slice, self.tp_group)
+        slices = self.all_gather(tp_slice, self.tp_group)
         whole = torch.cat(slices, dim=entry.matrix.tp_dim)
         # 3. Run the math
         coefficients, steps = hyper["ns_coefficients"], hyper["ns_steps"]
         update = newton_schulz(whole.to(NS_DTYPE), coefficients, steps, hyper["eps"])
-        self.calls["Newton-Schulz"] += 1
+        self.calls += 1
         # 4. TP shard, 5. DP shard
         update_run = self.shard(update, entry)
 
@@ -331,12 +313,9 @@ class LongWay:
         rows, columns = whole.shape
         param.add_(update_run, alpha=-lr * math.sqrt(max(1, rows / columns)))
 
-    def all_gather(
-        self, kind: str, tensor: Tensor, group: dist.ProcessGroup
-    ) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(group.size())]
         dist.all_gather(gathered, tensor, group=group)
-        self.calls[kind] += 1
         self.sent += tensor.nbytes * (group.size() - 1)
         return gathered
 
@@ -433,14 +412,12 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
                 differing["the short way"].append(entry.matrix.name)
             if not torch.equal(run, long.shard(whole, entry)):
                 differing["the long way"].append(entry.matrix.name)
-    groups = long.dp_group, long.tp_group
     return {
         "differing": differing,
         "owned": muon.assignments[rank],
         "sent": sent.count // STEPS,
-        "long calls": {kind: count // STEPS for kind, count in long.calls.items()},
+        "long calls": long.calls // STEPS,
         "long sent": long.sent // STEPS,
-        "groups": [dist.get_process_group_ranks(group) for group in groups],
     }
 
 
@@ -483,15 +460,12 @@ if __name__ == "__main__":
         least = least_bytes(rank, report["owned"])
         print(f"{rank:4}  {report['sent']:10}{least:8}  {names}")
     owned = [len(report["owned"]) for report in reports]
-    calls = [report["long calls"] for report in reports]
-    repeated = [each["Newton-Schulz"] for each in calls]
+    repeated = [report["long calls"] for report in reports]
     short_sent = sum(report["sent"] for report in reports)
     long_sent = sum(report["long sent"] for report in reports)
-    gathers = max(each["DP gather"] + each["TP gather"] for each in calls)
     print(f"\n{'a step':16}Newton-Schulz  busiest rank  bytes sent")
     print(f"{'the short way':16}{sum(owned):13}{max(owned):14}{short_sent:12}")
     print(f"{'the long way':16}{sum(repeated):13}{max(repeated):14}{long_sent:12}")
-    print(f"\nOn the long way, a rank takes part in {gathers} all-gathers.")
 
 # %% [markdown]
 # ## 7. The proof
@@ -517,8 +491,6 @@ def prove(reports: list[dict[str, Any]]) -> list[str]:
         print(f"  {way:20} bitwise equal: {'NO' if wrong else 'yes'}")
         problems += [f"{way}: {name} differs" for name in sorted(wrong)]
     for rank, report in enumerate(reports):
-        if report["groups"] != [dp_group(rank), tp_group(rank)]:
-            problems.append(f"rank {rank}: other groups")
         if report["sent"] != least_bytes(rank, report["owned"]):
             problems.append(f"rank {rank}: sends {report['sent']} bytes")
     owned = sorted(index for report in reports for index in report["owned"])

@@ -1,5 +1,6 @@
 """Shared by the scripts: the processes of torchrun, text to train on, and the loop."""
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
+@functools.cache
 def load() -> tuple[Tensor, Tensor]:
     """The English text that comes with every CPython, as bytes: to train on, and held out."""
     # Topics repeat paragraphs. Without duplicates, the held-out text is unseen.
@@ -48,10 +50,24 @@ def sample(text: Tensor, count: int, context: int, seed: int) -> tuple[Tensor, T
     return windows[:, :-1], windows[:, 1:]
 
 
+def batch_of(
+    step: int, group: dist.ProcessGroup, count: int = 4
+) -> tuple[Tensor, Tensor]:
+    """Returns windows of the training text. Each rank of ``group`` has windows of its own."""
+    seed = step * group.size() + group.rank()
+    return sample(load()[0], count, 64, seed)
+
+
 def loss_of(model: nn.Module, windows: tuple[Tensor, Tensor]) -> Tensor:
     device = next(model.parameters()).device
     inputs, targets = (part.to(device) for part in windows)
     return cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= group.size()
 
 
 def train(

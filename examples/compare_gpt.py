@@ -96,30 +96,30 @@ def at_the_end(losses: list[float]) -> float:
 def report(one: dict[str, Any], many: dict[str, Any]) -> list[str]:
     """Prints the comparison. Returns what does not hold, in words."""
     problems = []
-    print(
-        f"\n{'':34}{'first loss':>12}{'last tenth':>12}{'held out':>12}{'seconds':>12}"
-    )
+    print()
     for name, run in (("one process", one), (f"{len(many['ranks'])} processes", many)):
         first, last = run["losses"][0], at_the_end(run["losses"])
-        row = f"{first:12.4f}{last:12.4f}{run['held_out']:12.4f}{run['seconds']:12.1f}"
-        print(f"  {name:32}{row}")
+        held_out, seconds = run["held_out"], run["seconds"]
+        print(
+            f"  {name}: loss {first:.4f}, {last:.4f} in the last tenth of the steps, "
+            f"{held_out:.4f} on held-out text; {seconds:.1f} s"
+        )
         if not last < first:  # also if it is NaN
             problems.append(f"{name}: loss did not fall: {first:.4f} to {last:.4f}")
     apart = [abs(a - b) for a, b in zip(one["losses"], many["losses"])]
-    print(f"  {'largest difference of loss':32}{max(apart):12.2g}")
+    print(f"  largest difference of loss: {max(apart):.2g}")
     if not apart[0] < 1e-3:
         problems.append("the first losses differ")
 
-    print(
-        f"\n  {'a Muon step of rank':32}{'matrices':>12}{'KiB sent':>12}{'least':>12}"
-    )
     unequal: set[str] = set()
     for number, rank in enumerate(many["ranks"]):
-        sent, least = rank["sent"] / 1024, rank["least"] / 1024
-        print(f"  {number:<32}{rank['matrices']:12}{sent:12.1f}{least:12.1f}")
+        sent, least, owned = rank["sent"], rank["least"], rank["matrices"]
+        print(
+            f"  rank {number}: {owned} matrices, {sent} bytes in a step, least {least}"
+        )
         unequal.update(rank["differing"])
         if sent != least:
-            problems.append(f"rank {number} sends {sent:.1f} KiB in a step")
+            problems.append(f"rank {number} sends {sent} bytes in a step")
     count = sum(rank["matrices"] for rank in many["ranks"])
     print("\nIdentical gradients: parameters and momentum against one process")
     answer = f"NO, {', '.join(sorted(unequal))}" if unequal else "yes"

@@ -18,16 +18,10 @@ from torch.optim import Muon
 from torch.optim.muon import DistributedConfig
 
 
-def assign_by_size(params: list[Tensor], state: dict) -> dict[int, list[int]]:
-    """Gives each matrix, the largest first, to the rank with the fewest elements so far.
-
-    All ranks must come to the same result. Here the shards of a weight have one size.
-    """
-    owned: dict[int, list[int]] = {rank: [] for rank in range(state["world_size"])}
-    for index in sorted(range(len(params)), key=lambda i: -params[i].numel()):
-        rank = min(owned, key=lambda r: sum(params[i].numel() for i in owned[r]))
-        owned[rank].append(index)
-    return owned
+def assign(params: list[Tensor], state: dict) -> dict[int, list[int]]:
+    """Gives the matrices to the ranks in turn. All ranks must come to the same result."""
+    ranks = state["world_size"]
+    return {rank: list(range(rank, len(params), ranks)) for rank in range(ranks)}
 
 
 def gather(shard: Tensor, owner: int, state: dict) -> Tensor | None:
@@ -74,7 +68,7 @@ def main() -> None:
     model = nn.Sequential(Sharded(32, 64, mesh), nn.ReLU(), Sharded(64, 32, mesh))
     model.to(device)
     config = DistributedConfig(
-        assign_fn=assign_by_size,
+        assign_fn=assign,
         gather_fn=gather,
         redistribute_fn=redistribute,
         state={

@@ -9,7 +9,7 @@ class Attention(nn.Module):
     """Causal self-attention.
 
     Query, key and value are separate matrices. Muon orthogonalizes a whole matrix, so a fused
-    weight would couple the three (see fused_weights.py).
+    weight would couple the three (see docs/fused_weights.md).
     """
 
     def __init__(self, width: int, heads: int) -> None:

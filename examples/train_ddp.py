@@ -8,7 +8,7 @@ a ``distributed_config``, each rank orthogonalizes its share and sends the resul
 
 import torch
 import torch.distributed as dist
-from common import load, loss_of, sample, start, train
+from common import batch_of, loss_of, start, train
 from gpt import GPT
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon
@@ -25,11 +25,9 @@ def main() -> None:
     muon = Muon(
         matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
     )
-    text, _ = load()
 
     def gradients(step: int) -> torch.Tensor:
-        seed = step * dist.get_world_size() + dist.get_rank()
-        loss = loss_of(model, sample(text, 4, 64, seed))
+        loss = loss_of(model, batch_of(step, dist.group.WORLD))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return loss

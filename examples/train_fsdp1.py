@@ -9,7 +9,7 @@ shapes of the matrices, so the config takes ``module=``.
 
 import torch
 import torch.distributed as dist
-from common import load, loss_of, sample, start, train
+from common import batch_of, loss_of, start, train
 from gpt import Block, GPT
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -33,11 +33,9 @@ def main() -> None:
     muon = Muon(
         matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
     )
-    text, _ = load()
 
     def gradients(step: int) -> torch.Tensor:
-        seed = step * dist.get_world_size() + dist.get_rank()
-        loss = loss_of(model, sample(text, 4, 64, seed))
+        loss = loss_of(model, batch_of(step, dist.group.WORLD))
         loss.backward()
         model.clip_grad_norm_(1.0)
         return loss

@@ -10,7 +10,7 @@ ranks.
 
 import torch
 import torch.distributed as dist
-from common import load, loss_of, sample, start, train
+from common import average_gradients, batch_of, loss_of, start, train
 from gpt import Block, GPT
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,7 +48,7 @@ class Mixture(nn.Module):
         for number in range(EXPERTS):
             expert = (
                 Expert()
-            )  # every rank draws all experts, so that replicas are equal
+            )  # every rank draws all of them, so that replicas are equal
             if number % ep.size() == ep.get_local_rank():
                 self.experts[str(number)] = expert
 
@@ -103,15 +103,11 @@ def main() -> None:
     muon = Muon(
         matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
     )
-    text, _ = load()
 
     def gradients(step: int) -> Tensor:
-        seed = step * dp.size() + dp.rank()
-        loss = loss_of(model, sample(text, 4, 64, seed))
+        loss = loss_of(model, batch_of(step, dp))
         loss.backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=dp)
-            p.grad /= dp.size()
+        average_gradients(model, dp)
         return loss
 
     train(gradients, [muon, AdamW(others, lr=3e-3)])

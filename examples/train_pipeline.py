@@ -9,7 +9,7 @@ own matrices and does not know those of other stages.
 
 import torch
 import torch.distributed as dist
-from common import load, sample, start, train
+from common import average_gradients, batch_of, start, train
 from gpt import GPT
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,18 +63,14 @@ def main() -> None:
     muon = Muon(
         matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
     )
-    text, _ = load()
 
     def gradients(step: int) -> Tensor | None:
         # All stages of a replica take one batch.
-        seed = step * dp.size() + dp.rank()
-        inputs, targets = (part.to(device) for part in sample(text, 8, 64, seed))
+        inputs, targets = (part.to(device) for part in batch_of(step, dp, count=8))
         losses: list[Tensor] = []
         given = (inputs,) if stage.is_first else ()
         schedule.step(*given, target=targets if stage.is_last else None, losses=losses)
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=dp)
-            p.grad /= dp.size()
+        average_gradients(model, dp)
         # The first ranks know no loss.
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
         dist.all_reduce(mean)

@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N] [--clip adamw]
 
-The first process trains alone, with AdamW and with Muon, at several learning rates: those of --rates, or doubled and
-halved ones until the best is between two others. It trains with more seeds (--seeds) at the best rate. A seed decides
-about the first weights and the batches. After that, all processes train with FSDP2 and distributed Muon at its best
-rate, with the first seed. All runs have the betas, scale, weight decay, clipping and warmup of docs/guide.md, and both
-optimizers of a Muon run have one rate. With `--clip adamw`, a Muon run clips AdamW's gradients only.
+The first process trains alone, with AdamW and with Muon, at each of --rates, and with more seeds (--seeds) at the best
+one. A seed decides about the first weights and the batches. After that, all processes train with FSDP2 and distributed
+Muon at its best rate, with the first seed. All runs have the betas, scale, weight decay, clipping and warmup of
+docs/guide.md, and both optimizers of a Muon run have one rate. With `--clip adamw`, a Muon run clips AdamW's gradients
+only.
 """
 
 import argparse
@@ -14,12 +14,10 @@ import statistics
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.muon import partition_named_parameters
@@ -28,12 +26,13 @@ from torch.optim.muon import partition_named_parameters
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "examples"))
 
+from compare_gpt import at_the_end
 from gpt import GPT
-from common import load, sample
+from common import load, loss_of, sample
 
 
 BATCH, CONTEXT = 16, 128
-START = 2e-3, 4e-3, 8e-3
+RATES = [2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3]
 
 
 def optimizers_of(model, has_muon, lr, config):
@@ -42,12 +41,8 @@ def optimizers_of(model, has_muon, lr, config):
     if not has_muon:
         return [AdamW(model.parameters(), **options)]
     matrices, others = partition_named_parameters(model)
-    muon = Muon(
-        matrices,
-        lr=lr,
-        adjust_lr_fn="match_rms_adamw",
-        distributed_config=config,
-    )
+    scale = "match_rms_adamw"
+    muon = Muon(matrices, lr, adjust_lr_fn=scale, distributed_config=config)
     return [muon, AdamW(others, **options)]
 
 
@@ -78,11 +73,9 @@ def train(steps, has_muon, lr, clips, seed=0, sharded=False):
         rank, size = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(steps):
-        inputs, targets = sample(text, BATCH, CONTEXT, seed * steps + step + 1)
-        inputs = inputs.chunk(size)[rank]
-        targets = targets.chunk(size)[rank]
-        logits = model(inputs).flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten())
+        batch = sample(text, BATCH, CONTEXT, seed * steps + step + 1)
+        inputs, targets = (part.chunk(size)[rank] for part in batch)
+        loss = loss_of(model, (inputs, targets))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(clipped, 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
@@ -96,47 +89,20 @@ def train(steps, has_muon, lr, clips, seed=0, sharded=False):
     return losses
 
 
-class Runs(NamedTuple):
-    """The runs of one optimizer at its best rate: the losses of each seed."""
-
-    lr: float
-    losses: list[list[float]]
-
-    @property
-    def label(self):
-        return f"lr {self.lr:g}, {len(self.losses)} seeds"
-
-
-def at_the_end(losses):
-    """The mean of the last tenth."""
-    last_tenth = losses[-len(losses) // 10 :]
-    return sum(last_tenth) / len(last_tenth)
-
-
 def runs_of(args, title, has_muon):
-    """Searches the best rate with the first seed, and trains with the others at this rate."""
-    rates = list(args.rates or START)
+    """The best rate of the first seed, and the losses of each seed at this rate."""
     losses_of = {}
-    while True:
-        for lr in rates:
-            if lr not in losses_of:
-                losses = train(args.steps, has_muon, lr, args.clip)
-                losses_of[lr] = losses
-                end = at_the_end(losses)
-                print(
-                    f"{title}, learning rate {lr:g}: {end:.3f} at the end", flush=True
-                )
-        best = min(losses_of, key=lambda lr: at_the_end(losses_of[lr]))
-        rates = [best / 2, best * 2]
-        is_inside = min(losses_of) < best < max(losses_of)
-        if args.rates or is_inside:
-            break
+    for lr in args.rates:
+        losses_of[lr] = train(args.steps, has_muon, lr, args.clip)
+        end = at_the_end(losses_of[lr])
+        print(f"{title}, learning rate {lr:g}: {end:.3f} at the end", flush=True)
+    best = min(losses_of, key=lambda lr: at_the_end(losses_of[lr]))
     losses = [losses_of[best]]
     for seed in range(1, args.seeds):
         losses.append(train(args.steps, has_muon, best, args.clip, seed))
     ends = ", ".join(f"{at_the_end(of_seed):.3f}" for of_seed in losses)
     print(f"{title}, {len(losses)} seeds at {best:g}: {ends}", flush=True)
-    return Runs(best, losses)
+    return best, losses
 
 
 def draw(curves, path):
@@ -165,7 +131,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--rates", type=float, nargs="+")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--clip", choices=("all", "adamw"), default="all")
     args = parser.parse_args()
@@ -178,18 +144,15 @@ def main():
         muon = runs_of(args, "Muon", has_muon=True)
         found = [(muon, adamw)]
     dist.broadcast_object_list(found)
-    muon, adamw = found[0]
-    many = train(args.steps, True, muon.lr, args.clip, sharded=True)
+    (lr, of_muon), (adamw_lr, of_adamw) = found[0]
+    many = train(args.steps, True, lr, args.clip, sharded=True)
     if dist.get_rank() == 0:
-        gaps = []
-        for loss_of_one, loss_of_many in zip(muon.losses[0], many):
-            gaps.append(abs(loss_of_one - loss_of_many))
-        gap = max(gaps)
+        gap = max(abs(one - other) for one, other in zip(of_muon[0], many))
         print(f"Muon on one process and on many: losses at most {gap:.3f} apart")
         curves = {
-            f"Muon, 1 process ({muon.label})": muon.losses,
+            f"Muon, 1 process (lr {lr:g}, {args.seeds} seeds)": of_muon,
             f"Muon, {dist.get_world_size()} processes, FSDP2, first seed": [many],
-            f"AdamW ({adamw.label})": adamw.losses,
+            f"AdamW (lr {adamw_lr:g}, {args.seeds} seeds)": of_adamw,
         }
         draw(curves, args.out)
         print(args.out)

@@ -8,7 +8,7 @@ instead of whole experts, so that all ranks take part in the exchange and own ma
 
 import torch
 import torch.distributed as dist
-from tiny import moe
+from tiny import moe, train
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW
@@ -38,16 +38,7 @@ def main() -> None:
         distributed_config="auto",
     )
     adamw = AdamW(others, lr=3e-3)
-
-    for tokens in torch.randint(64, (3, 4, 16)):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in (muon, adamw):
-            optimizer.step()
-            optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"loss {loss:.4f}")
+    train(model, (muon, adamw))
     dist.destroy_process_group()
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from combined import Combined
 from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 
@@ -34,36 +36,38 @@ def factory() -> Callable[..., Combined]:
     return lambda model, **options: Combined(*muon_and_adamw(model, **options))
 
 
+def train(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    for tokens in torch.randint(64, (3, 4, 16), device=model.device):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if torch.distributed.get_rank() == 0:
+            print(f"loss {loss:.4f}")
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**SIZES, intermediate_size=80, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
 
 def moe() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return Qwen3MoeForCausalLM(config)
+    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, head_dim=8))
 
 
 def tokenizer() -> object:
@@ -93,3 +97,10 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(self.layers(self.embedding(tokens)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def shard(model: Encoder, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, for Lightning's ModelParallelStrategy."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])

@@ -7,7 +7,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from tiny import llama, muon_and_adamw
+from tiny import llama, muon_and_adamw, train
 from transformers import AutoModelForCausalLM
 
 
@@ -17,17 +17,8 @@ def main() -> None:
         torch.manual_seed(0)
         llama().save_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
-    optimizers = muon_and_adamw(model, "tp")
-
     # All ranks of a tensor parallel group see the same tokens.
-    for tokens in torch.randint(64, (3, 4, 16), device=model.device):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if dist.get_rank() == 0:
-            print(f"loss {loss:.4f}")
+    train(model, muon_and_adamw(model, "tp"))
     dist.destroy_process_group()
 
 

@@ -15,21 +15,11 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
-from tiny import Encoder, muon_and_adamw
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-
-def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+from tiny import Encoder, muon_and_adamw, shard
 
 
 def main(folder: Path, strategy: str = "fsdp2") -> None:
-    sharded = ModelParallelStrategy(
-        parallelize, data_parallel_size=2, tensor_parallel_size=1
-    )
+    sharded = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
     fabric = Fabric(strategy=sharded if strategy == "fsdp2" else "ddp", devices=2)
     fabric.launch()
     torch.manual_seed(0)

@@ -14,8 +14,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tiny import Encoder, muon_and_adamw
-from torch.distributed.fsdp import fully_shard
+from tiny import Encoder, muon_and_adamw, shard
 
 
 class Module(lightning.LightningModule):
@@ -27,10 +26,7 @@ class Module(lightning.LightningModule):
 
     def configure_model(self):
         if self.strategy == "fsdp2":
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            shard(self.model, self.device_mesh)
 
     def configure_optimizers(self):
         return list(muon_and_adamw(self, self.strategy))

@@ -1,15 +1,14 @@
 """Runs a program as one of several processes, and compares each Muon step in it with stock Muon's.
 
-    torchrun --nproc-per-node 2 test/frameworks/checked.py [--stand-in NAME] PROGRAM [ARGUMENTS]
+    torchrun --nproc-per-node 2 test/frameworks/checked.py PROGRAM [ARGUMENTS]
 
-PROGRAM is a file, or the name of a module. NAME is a function of stand_ins.py.
+PROGRAM is a file, or the name of a module. STAND_IN in the environment names a function of stand_ins.py.
 
 Before a step each parameter, gradient and momentum is gathered whole, and the Muon that the overlay
 replaced makes the step on the wholes. Afterwards they must be equal, bit for bit. Each rank ends
 with a line that says how many matrices it compared.
 """
 
-import argparse
 import os
 import runpy
 import sys
@@ -101,24 +100,19 @@ def gather(tensor):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stand-in")
-    parser.add_argument("program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
+    program, *_ = sys.argv = sys.argv[1:]
     torch.set_num_threads(1)  # their number changes rounding
-    sys.argv = [args.program, *args.arguments]
     sys.path.insert(0, str(RECIPES))
-    if args.stand_in is not None:
-        getattr(stand_ins, args.stand_in)()
+    if stand_in := os.environ.get("STAND_IN"):
+        getattr(stand_ins, stand_in)()
     check = Check()
     register_optimizer_step_pre_hook(check.before)
     register_optimizer_step_post_hook(check.after)
-    if args.program.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(args.program))
-        runpy.run_path(args.program, run_name="__main__")
+    if program.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(program))
+        runpy.run_path(program, run_name="__main__")
     else:
-        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     rank = os.environ["RANK"]
     print(f"\nrank {rank}: {check.matrices} matrices, {check.steps} steps")
 

@@ -164,7 +164,7 @@ def test_table(capsys):
 def test_the_page_about_your_model_says_what_the_command_prints(
     tmp_path, monkeypatch, capsys
 ):
-    page = (ROOT / "docs" / "your_model.md").read_text().partition("## An example")[2]
+    page = (ROOT / "docs" / "performance.md").read_text().partition("## Your model")[2]
     code, command, printed = re.findall(
         r"```(?:python|bash|text)\n(.*?)```", page, re.DOTALL
     )

@@ -1,43 +1,118 @@
-"""Drawn faults are where code is, and the listed ones fit their files."""
+"""Drawn faults are where code is, and each meets the tests that execute its line, in a copy."""
+
+import argparse
 
 import pytest
 
 
 pytest.importorskip("cosmic_ray")
 
-from tools.mutation import draw
-from tools.mutation.faults import listed, table
+from cosmic_ray.work_db import use_db
+from coverage import CoverageData
+from tools.mutation import __main__ as command, record
 from tools.overlay.payload import ROOT
 
 
-CODE = {
-    "z = x < 3": "z = x >= 3|z = x <= 3|z = x < 2|z = x < 4",
-    "z = f(a, b, group=g)": "z = f(b, a, group=g)|z = f(a, b, )",
-    "work.wait(u for u in v if u)": "pass|work.wait(u for u in v if not (u))",
-    "z = min(a) or b": "z = min(a) and b|z = max(a) or b|z = min(a)|z = b",
-    "k = a, (b, c, float32)": "k = a, (b, c, )|k = a, (b, float32)|k = a, ( c, float32)"
-    "|k = a, (b, c, bfloat16)",
-    "for x in y: x += y": "for x in []: x += y|for x in y: x -= y|for x in y: pass",
-}
-NOT_CODE = "import torch\nif TYPE_CHECKING: n = 1\nx: dict[str, int | None]\n"
-NOT_CODE += 'log.info("%d", 3)\nm = f"{x + 1}" if 2 else f"{y}"\nz = f(strict=True)\n'
+SOURCE = """def f(x):
+    if x < 3:
+        raise ValueError(f"{x + 1} is less")
+    return x
 
 
-@pytest.mark.parametrize("code", CODE)
-def test_operators(tmp_path, code, monkeypatch):
-    (tmp_path / "_muon.py").write_text(NOT_CODE + code + "\n")
-    faults = [fault.name.split(" => ") for fault in draw.drawn(tmp_path, 1, 9)]
-    assert {old for old, _ in faults} == {code}
-    assert {new for _, new in faults} == set(CODE[code].split("|"))
+def g(x, size=2):
+    return x * size
+"""
+TESTS = """import os
+import runpy
+
+names = runpy.run_path(os.environ.get("PYTHONPATH", "torch") + "/optim/a.py")
+
+
+def test_f():
+    assert names["f"](4) == 4
+
+
+def test_g():
+    assert names["g"](3) == 6
+
+
+def test_that_fails():
+    assert False
+"""
+CASE = '<testcase file="test/test_a.py" classname="test.test_a" name="{}" time="1" />'
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A file of the copy, whose tests were recorded."""
+    place = tmp_path / "build"
+    for name, value in (("ROOT", tmp_path), ("PLACE", place), ("COPY", place / "copy")):
+        monkeypatch.setattr(command, name, value)
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    (tmp_path / "torch" / "optim" / "a.py").write_text(SOURCE)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_a.py").write_text(TESTS)
+    command.copy_optimizer()
+    command.shutil.copytree(command.COPY, place / "recorded")
+    names = ("test_f", "test_g", "test_that_fails")
+    cases = "".join(map(CASE.format, names))
+    (place / "tests.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    data = CoverageData(str(place / "data"))
+    for name, lines in (("test_f", [2, 4]), ("test_g", [8]), ("test_that_fails", [8])):
+        data.set_context(f"test_a.{name}")
+        data.add_lines({"/elsewhere/torch/optim/a.py": lines})
+    data.write()
+    monkeypatch.setenv("PYTHONPATH", str(command.COPY))
+    return command.COPY / "optim" / "a.py"
+
+
+def test_faults_are_those_of_code(path, tmp_path, monkeypatch):
+    def drawn():
+        with use_db(tmp_path / "session.sqlite") as database:
+            command.draw(database, [path], argparse.Namespace(seed=1, count=9))
+            return {command.name_of(*item.mutations) for item in database.work_items}
+
+    found = drawn()
+    assert {name.partition(" => ")[0] for name in found} == {
+        "a.py: if x < 3:",
+        "a.py: def g(x, size=2):",
+        "a.py: return x * size",
+    }
+    assert found == drawn()
     # Faults that somebody marked are not drawn.
-    monkeypatch.setattr(draw, "table", lambda _: [["_muon.py", *faults[0], "a reason"]])
-    assert [f.name.split(" => ") for f in draw.drawn(tmp_path, 1, 9)] == faults[1:]
+    (tmp_path / "equivalent.txt").write_text("".join(f"{n} # why\n" for n in found))
+    monkeypatch.setattr(command, "HERE", tmp_path)
+    assert not found & drawn()
 
 
-def test_tables_fit_their_files():
-    faults = list(listed(optim := ROOT / "torch" / "optim"))
-    assert len({fault.name for fault in faults}) == len(faults) <= 25
-    for fault in faults:
-        compile(fault.source, fault.name, "exec")
-    for file, old, _, _ in table("equivalent.txt"):
-        assert old in " ".join((optim / file).read_text().split())
+@pytest.mark.parametrize(
+    ("old", "new", "noticed"),
+    [
+        ("x * size", "x + size", 1),
+        ("x < 3", "x > 3", 1),
+        # No test executes the line, so all tests run. One fails without the fault, too.
+        ("x + 1", "x - 1", 0),
+    ],
+)
+def test_what_notices_a_fault(path, old, new, noticed):
+    path.write_text(SOURCE.replace(old, new))
+    assert command.test_fault() == noticed
+    # Nothing but the copy has changed.
+    original = command.ROOT / "torch" / "optim" / "a.py"
+    assert original.read_text() == SOURCE
+
+
+def test_lines_choose_tests(path):
+    path.write_text(SOURCE.replace("return x\n", "return -x\n"))
+    tests = record.tests_of(command.PLACE, command.COPY, path)
+    assert tests == ["test/test_a.py::test_f"]
+    # Any test may need a line that an import executes.
+    path.write_text(SOURCE.replace("size=2", "size=3"))
+    assert len(record.tests_of(command.PLACE, command.COPY, path)) == 3
+
+
+def test_marked_faults_fit_their_files():
+    for line in (command.HERE / "equivalent.txt").read_text().splitlines():
+        file, _, fault = line.partition(": ")
+        source = (ROOT / "torch" / "optim" / file).read_text()
+        assert fault.partition(" => ")[0] in " ".join(source.split())

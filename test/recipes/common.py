@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import parallel, Replicate
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -19,16 +19,11 @@ STEPS = 2
 TP_DIMS = {"qkv_proj": 0, "out_proj": 1, "w1": 0, "w2": 1}
 
 
-class MLP(nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(WIDTH, 48, bias=bias)
-        self.middle = nn.Linear(48, 40, bias=bias)
-        self.down = nn.Linear(40, WIDTH, bias=bias)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.middle(F.gelu(self.up(x)))))
+def mlp(bias=False):
+    torch.manual_seed(0)
+    sizes = (WIDTH, 48), (48, 40), (40, WIDTH)
+    up, middle, down = (nn.Linear(*each, bias=bias) for each in sizes)
+    return nn.Sequential(up, nn.GELU(), middle, nn.GELU(), down)
 
 
 class Attention(nn.Module):
@@ -112,10 +107,15 @@ class MoE(nn.Module):
         return x + mixed
 
 
-def parallelize(model, mesh):
-    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
-    plan = dict.fromkeys(("attention.qkv_proj", "ffn.w1"), columns)
-    plan |= dict.fromkeys(("attention.out_proj", "ffn.w2"), rows)
+def parallelize(model, mesh, names=None):
+    """Cuts each layer by columns or rows. Or cuts ``names`` along dimension 0, and the others need whole inputs."""
+    if names is None:
+        columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+        plan = dict.fromkeys(("attention.qkv_proj", "ffn.w1"), columns)
+        plan |= dict.fromkeys(("attention.out_proj", "ffn.w2"), rows)
+    else:
+        whole = parallel.ColwiseParallel(output_layouts=Replicate())
+        plan = dict.fromkeys(names, whole)
     layers = model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         parallel.parallelize_module(layer, mesh, plan)

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, parallelize
+from recipes.common import average, Block, CPU, cut_linears, mlp, MoE, parallelize
 from recipes.common import Recipe, Transformer, WIDTH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +41,8 @@ class TestDataParallel(Recipe):
 
     def test_with_biases(self):
         """EXAMPLES 1, migration 3: matrices for Muon and biases for AdamW in one unit."""
-        one, group = MLP(bias=True), dist.group.WORLD
-        model = FSDP(MLP(bias=True), device_id=CPU, use_orig_params=True)
+        one, group = mlp(bias=True), dist.group.WORLD
+        model = FSDP(mlp(bias=True), device_id=CPU, use_orig_params=True)
         matrices, others = partition_named_parameters(model)
         config = create_auto_config(fsdp_process_group=group, module=model)
         how = {"others": others, "fsdp": group, "data": [group]}
@@ -106,7 +106,7 @@ class TestDataParallel(Recipe):
         self.check(Transformer(), model, create_dtensor_config(), data=data)
 
     def check_placed(self, mesh, placements, inputs):
-        one, model = MLP(bias=True), place_weights(MLP(bias=True), mesh, placements)
+        one, model = mlp(bias=True), place_weights(mlp(bias=True), mesh, placements)
         matrices, others = partition_named_parameters(model)
         config = create_dtensor_config(async_gpu_parallelism=True, prefetch_count=1)
 
@@ -134,6 +134,14 @@ class TestDataParallel(Recipe):
 
 # layers.0.attention.qkv_proj, layers.0.attention.out_proj, layers.0.ffn.w1, and so on
 BY_INDEX = {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1, 6: 0, 7: 1}
+
+
+def fsdp1_of_cut_weights(fsdp, tp, **options):
+    """A model and its config. A flat parameter has one dimension that TP cuts, and these have two."""
+    model = cut_linears(Transformer(), tp)
+    model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
+    options |= {"fsdp_process_group": fsdp, "tp_process_group": tp, "module": model}
+    return model, create_auto_config(tp_dim_per_param=BY_INDEX, **options)
 
 
 class TestTensorParallel(Recipe):
@@ -202,17 +210,8 @@ class TestTensorParallel(Recipe):
         for debugging, production and many parameters: the same bits."""
         _, fsdp, tp = self.grid("fsdp", "tp")
         for is_async, ahead in ((False, 0), (True, 1), (True, 2)):
-            model = cut_linears(Transformer(), tp)
-            # A flat parameter has one dimension that TP cuts, and these have two.
-            model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
-            config = create_auto_config(
-                fsdp_process_group=fsdp,
-                tp_process_group=tp,
-                tp_dim_per_param=BY_INDEX,
-                async_gpu_parallelism=is_async,
-                prefetch_count=ahead,
-                module=model,
-            )
+            settings = {"async_gpu_parallelism": is_async, "prefetch_count": ahead}
+            model, config = fsdp1_of_cut_weights(fsdp, tp, **settings)
             self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
 
@@ -221,23 +220,12 @@ TP_AND_FSDP = ("attention.qkv_proj", "ffn.w1")
 TP_AND_HSDP = ("attention.qkv_proj",)
 
 
-def parallelize_some(model, mesh, names):
-    """Cuts the layers of ``names`` along dimension 0. The others need whole inputs and stay whole."""
-    plan = {}
-    for name in names:
-        plan[name] = parallel.ColwiseParallel(output_layouts=Replicate())
-    layers = model.layers
-    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-        parallel.parallelize_module(layer, mesh, plan)
-    return model
-
-
 def cut_dims(names):
     """The ``tp_dims`` of a plan: a name that is missing is whole."""
     return {name.rpartition(".")[2]: 0 for name in names}
 
 
-class LeftOut:
+class LeftOut(Recipe):
     """Plans that leave matrices out, with the arguments that the documents write. Each rank of TP has a
     matrix that is left out whole, whatever ``tp_shard_dim`` says: FSDP1's extensions and DTensors show the cuts."""
 
@@ -261,22 +249,24 @@ class LeftOut:
             texts = [str(one.message) for one in warned]
             self.assertEverywhere([text for text in texts if re.search(false, text)])
 
+
+class TestLeftOut(LeftOut):
     def test_left_out_in_plain_tp(self):
         """END_TO_END, TP: DTensors and plain matrices in one model."""
-        mesh = init_device_mesh("cpu", (self.world_size,))
+        mesh = init_device_mesh("cpu", (4,))
 
         def build():
-            return parallelize_some(Transformer(), mesh, TP_AND_FSDP)
+            return parallelize(Transformer(), mesh, TP_AND_FSDP)
 
         self.check_each(build, TP_AND_FSDP, mesh.get_group())
 
     def test_left_out_under_fsdp1(self):
         """END_TO_END, TP + FSDP, and from FSDP: the plan and the arguments are theirs."""
-        mesh, fsdp, tp = self.plane()
+        mesh, fsdp, tp = self.grid("fsdp", "tp")
         for orig in (False, True):
 
             def build():
-                model = parallelize_some(Transformer(), mesh["tp"], TP_AND_FSDP)
+                model = parallelize(Transformer(), mesh["tp"], TP_AND_FSDP)
                 options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
                 return FSDP(model, use_orig_params=orig, **options)
 
@@ -288,28 +278,20 @@ class LeftOut:
 
     def test_left_out_under_fsdp2(self):
         """END_TO_END, TP + FSDP, with ``fully_shard``, which makes DTensors of all matrices."""
-        mesh, fsdp, tp = self.plane()
+        mesh, fsdp, tp = self.grid("fsdp", "tp")
 
         def build():
-            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_FSDP)
+            model = parallelize(Transformer(), mesh["tp"], TP_AND_FSDP)
             return fully_shard(model, mesh=mesh["fsdp"])
 
         # A matrix that is left out is on FSDP's mesh, which does not know of TP. Each rank of TP repeats it.
         self.check_each(build, TP_AND_FSDP, tp, data=[fsdp], once=False)
 
-    def plane(self):
-        """A mesh of FSDP x TP pairs."""
-        shape = (self.world_size // 2, 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-        return mesh, *mesh.get_all_groups()
-
-
-class TestLeftOut(LeftOut, Recipe):
     def test_marks_that_are_missing(self):
         """EXAMPLES, TP dimensions from the model: the block gives 0 to a parameter without a mark. A matrix
         that is left out has none and is whole, and a dict counts as it is written. Muon warns."""
         mesh = init_device_mesh("cpu", (4,))
-        model = parallelize_some(Transformer(), mesh, TP_AND_FSDP)
+        model = parallelize(Transformer(), mesh, TP_AND_FSDP)
         params = list(model.parameters())
         options = {"tp_process_group": mesh.get_group()}
         options["tp_dim_per_param"] = dict.fromkeys(range(len(params)), 0)
@@ -319,7 +301,7 @@ class TestLeftOut(LeftOut, Recipe):
     def test_left_out_of_an_uneven_plan(self):
         """Ranks of TP have flat parameters of different lengths. FSDP1 cuts their copies of the matrix that
         is left out at different places. So each rank of TP keeps a copy of its own, with or without TP's group."""
-        mesh, fsdp, tp = self.plane()
+        mesh, fsdp, tp = self.grid("fsdp", "tp")
 
         def build():
             torch.manual_seed(0)
@@ -338,11 +320,8 @@ class TestLeftOut(LeftOut, Recipe):
             config = create_auto_config(fsdp_process_group=fsdp, **groups)
             self.check(build(), model, config, **pieces, **how)
 
-        model = fully_shard(parallelized(), mesh=mesh["fsdp"])
-        self.check(build(), model, create_dtensor_config(), **how)
 
-
-class TestLeftOutOnEight(LeftOut, Recipe):
+class TestLeftOutOnEight(LeftOut):
     world_size = 8
 
     def test_left_out_under_hsdp(self):
@@ -351,13 +330,13 @@ class TestLeftOutOnEight(LeftOut, Recipe):
         nodes = mesh["replicate", "shard"]
 
         def build_fsdp1():
-            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_HSDP)
+            model = parallelize(Transformer(), mesh["tp"], TP_AND_HSDP)
             hybrid = ShardingStrategy.HYBRID_SHARD
             options = {"sharding_strategy": hybrid, "device_id": CPU}
             return FSDP(model, device_mesh=nodes, **options)
 
         def build_fsdp2():
-            model = parallelize_some(Transformer(), mesh["tp"], TP_AND_HSDP)
+            model = parallelize(Transformer(), mesh["tp"], TP_AND_HSDP)
             return fully_shard(model, mesh=nodes)
 
         def source(model):
@@ -393,16 +372,8 @@ class TestThreeDimensions(Recipe):
     def test_three_groups(self):
         """EXAMPLES 8: FSDP, TP and DDP, each with a group of its own."""
         _, ddp, fsdp, tp = self.grid("ddp", "fsdp", "tp")
-        model = cut_linears(Transformer(), tp)
-        model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
-        config = create_auto_config(
-            fsdp_process_group=fsdp,
-            tp_process_group=tp,
-            ddp_process_group=ddp,
-            tp_dim_per_param=BY_INDEX,
-            prefetch_count=2,
-            module=model,
-        )
+        options = {"ddp_process_group": ddp, "prefetch_count": 2}
+        model, config = fsdp1_of_cut_weights(fsdp, tp, **options)
 
         def after():  # FSDP averages over its own group. A rank has none of some matrices.
             average([p for p in model.parameters() if p.grad is not None], ddp)
@@ -558,7 +529,7 @@ class TestFourDimensions(Recipe):
         mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
         model = Stage(Transformer(), pp.rank(), 2)
         model = FSDP(
-            parallelize_some(model, mesh["tp"], TP_AND_HSDP),
+            parallelize(model, mesh["tp"], TP_AND_HSDP),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
             device_mesh=mesh["replicate", "shard"],
             device_id=CPU,

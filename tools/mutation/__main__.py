@@ -1,154 +1,178 @@
-"""Tries faults in the engine one after another, and says which test noticed each."""
+"""Has cosmic-ray try faults that are drawn, each with the tests that execute its line."""
 
 import argparse
+import difflib
 import os
+import random
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import defaultdict
 from pathlib import Path
-from tempfile import TemporaryFile
 
+from cosmic_ray.commands import init
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import use_db, WorkDB
-from cosmic_ray.work_item import WorkItem, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem
 
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
 
-from .draw import drawn
-from .faults import copied, Fault, listed
-from .record import record, Record
+from .record import changed_lines, record, tests_of
 
 
-# A test hangs after these seconds: several times what the slowest takes on a busy machine.
-LIMIT = 150
+HERE = Path(__file__).parent
+PLACE = ROOT / "build" / "mutation"
+# cosmic-ray writes each fault into its file. These files are a copy that only the tests import.
+COPY = PLACE / "copy"
+# Operators of cosmic-ray that make faults which somebody could make.
+OPERATORS = (
+    "core/(ReplaceComparisonOperator_(Lt_(LtE|GtE)|LtE_(Lt|Gt)|Gt_(GtE|LtE)|GtE_(Gt|Lt)"
+    "|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)"
+    "|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_FloorDiv|Mul_Add|FloorDiv_Mul|Div_Mul"
+    "|Mod_FloorDiv|Pow_Mul)|ReplaceUnaryOperator_Delete_.*"
+    "|AddNot|Replace(AndWithOr|OrWithAnd|TrueWithFalse|FalseWithTrue)|NumberReplacer"
+    "|Replace(BreakWithContinue|ContinueWithBreak)|ZeroIterationForLoop"
+    "|RemoveDecorator|ExceptionReplacer)"
+)
+# Lines of messages, and arguments by which code only checks itself.
+SKIPPED = r"f\"|raise |warn|log\.|strict=|stacklevel="
+# A test hangs after these seconds, and all tests of a fault after an hour.
+LIMIT, ALL = 150, 3600
 PYTEST = "-m pytest -xq -rfE -pno:cacheprovider -ofaulthandler_exit_on_timeout=true"
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.mutation", description=__doc__)
     add = result.add_argument
-    add("chosen", nargs="*", metavar="FAULT", help="only those with this text")
     add("--record", action="store_true", help="first: note what the tests execute")
     add("--seed", type=int, default=0, help="which faults are drawn")
     add("--count", type=int, default=100, help="how many")
-    add("--listed", action="store_true", help="those of listed.txt instead")
     add("--resume", action="store_true", help="keep what the last run found out")
+    # cosmic-ray runs this for each fault.
+    add("--test", action="store_true", help=argparse.SUPPRESS)
     return result
 
 
-def main(argv: list[str], root: Path = ROOT) -> int:
-    """Returns 0; 1 if no test noticed a fault; 2 if a fault cannot be tried."""
+def main(argv: list[str]) -> int:
+    """Returns 0; 1 if no test noticed a fault; 2 if faults cannot be tried."""
     args = parser().parse_args(argv)
-    if args.record:
-        return record(root / "build" / "mutation")
     try:
-        notices = try_faults(args, root)
+        if args.record:
+            copy_optimizer()
+            return record(PLACE, COPY)
+        if args.test:
+            return test_fault()
+        return try_faults(args)
     except WrongTarget as error:
         print(f"mutation: {error}", file=sys.stderr)
         return 2
-    survivors = [f"survived: {name}" for name in notices if not notices[name]]
-    noticed = len(notices) - len(survivors)
-    print(f"\n{noticed} of {len(notices)} faults noticed", *survivors, sep="\n")
+
+
+def copy_optimizer() -> None:
+    """Makes a new copy. A former run may have ended in the middle of a fault."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "torch" / "optim", COPY / "optim", ignore=ignored)
+    shutil.copyfile(HERE / "redirect.py", COPY / "sitecustomize.py")
+
+
+def try_faults(args: argparse.Namespace) -> int:
+    copy_optimizer()
+    for path in (COPY / "optim").rglob("*.py"):
+        changed_lines(PLACE, COPY, path)  # the record must have each file
+    os.environ["PYTHONPATH"] = str(COPY)
+    command = f"{sys.executable} -m tools.mutation --test"
+    with use_db(PLACE / f"{args.seed}.sqlite") as database:
+        if not args.resume:
+            draw(database, sorted((COPY / "optim").rglob("*.py")), args)
+        for item in database.pending_work_items:
+            result = mutate_and_test(item.mutations, command, ALL)
+            database.set_result(item.job_id, result)
+            print(
+                f"{name_of(*item.mutations)} | {result.test_outcome.value}", flush=True
+            )
+        survivors = []
+        for item, result in database.completed_work_items:
+            if result.test_outcome != TestOutcome.KILLED:
+                survivors.append(f"survived: {name_of(*item.mutations)}")
+        total = database.num_results
+    print(f"\n{total - len(survivors)} of {total} faults noticed", *survivors, sep="\n")
     return 1 if survivors else 0
 
 
-def try_faults(args: argparse.Namespace, root: Path) -> dict[str, str]:
-    """The test that noticed each fault, by the name of the fault; "" if none did."""
-    place, optim = root / "build" / "mutation", root / "torch" / "optim"
-    faults: Iterable[Fault]
-    if args.listed:
-        faults, run = listed(optim), "listed"
-    else:
-        faults, run = drawn(optim, args.seed, args.count), str(args.seed)
-    executed = Record(place)
-    notices: dict[str, str] = {}
-    sound: set[str] = set()
-    with use_db(place / f"{run}.sqlite") as database:
-        if not args.resume:
-            database.clear()
-        before = dict(database.results)
-        for fault in faults:
-            name = f"{fault.file}:{fault.first}: {fault.name}"
-            if args.chosen and not any(word in name for word in args.chosen):
-                continue
-            tests = executed.tests(fault, optim)
-            began = time.monotonic()
-            if name in before:
-                notices[name] = before[name].output
-            else:
-                notices[name] = first_notice(root, fault, tests, sound)
-                _store(database, name, notices[name])
-            seconds = time.monotonic() - began
-            effort = f"{seconds:.0f} s, {len(tests)} tests"
-            print(f"{name} | {notices[name] or 'SURVIVED'} | {effort}", flush=True)
-    return notices
-
-
-def _store(database: WorkDB, name: str, notice: str) -> None:
-    outcome = "killed" if notice else "survived"
-    database.add_work_item(WorkItem(name, ()))
-    database.set_result(name, WorkResult("normal", notice, outcome))
-
-
-def first_notice(root: Path, fault: Fault, tests: list[str], sound: set[str]) -> str:
-    """What of the tests notices the fault and passes without it."""
-    while notice := run_tests(root, fault, tests):
-        if "::" not in notice or notice in sound or not run_tests(root, None, [notice]):
-            sound.add(notice)
-            return notice
-        print(f"{notice} fails without a fault, too", flush=True)
-        tests.remove(notice)
-    return ""
-
-
-def run_tests(root: Path, fault: Fault | None, tests: Sequence[str]) -> str:
-    """The test that failed first over a copy of the optimizer; "" if all passed."""
-    if not tests:
-        return ""
-    timeout = f"-ofaulthandler_timeout={LIMIT}"
-    words = [sys.executable, *PYTEST.split(), timeout, *tests]
-    with copied(root / "torch/optim", fault) as copy, TemporaryFile("w+") as printed:
-        process = subprocess.Popen(
-            words,
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(copy)},
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            start_new_session=True,
+def draw(database: WorkDB, files: list[Path], args: argparse.Namespace) -> None:
+    """Leaves ``count`` faults in the database. Each line is as likely, however many faults it can have."""
+    init(files, database, {})
+    by_line: dict[tuple[Path, int], list[WorkItem]] = defaultdict(list)
+    for item in database.work_items:
+        (mutation,) = item.mutations
+        if re.fullmatch(OPERATORS, mutation.operator_name):
+            line, _ = mutation.start_pos
+            by_line[mutation.module_path, line].append(item)
+    equivalent = (HERE / "equivalent.txt").read_text()
+    chance = random.Random(args.seed)
+    lines = sorted(by_line)
+    chance.shuffle(lines)
+    drawn = []
+    for line in lines:
+        item = chance.choice(
+            sorted(by_line[line], key=lambda item: str(item.mutations))
         )
-        try:
-            code = process.wait(LIMIT * (1 + len(tests)))
-        except subprocess.TimeoutExpired:
-            return "a hang"
-        finally:
-            # With the workers that the tests started.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        printed.seek(0)
-        output = printed.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (.+)|^Timeout \(", output, re.MULTILINE)
-    # 4: no such test, or none that can be imported; 5: no test at all.
-    if failed is None and code in (4, 5):
-        raise WrongTarget(f"pytest ended with {code}:\n{output[-3000:]}")
-    if failed is not None:
-        return _test_in(failed[1], tests) if failed[1] else "a hang"
-    return f"pytest ended with {code}" if code else ""
+        name = name_of(*item.mutations)
+        if f"{name} # " in equivalent or re.search(SKIPPED, name):
+            continue
+        drawn.append(item)
+        if len(drawn) == args.count:
+            break
+    database.clear()
+    database.add_work_items(drawn)
 
 
-def _test_in(line: str, tests: Sequence[str]) -> str:
-    """The test that a ``line`` begins with, before its error. Names may have spaces."""
+def name_of(mutation: MutationSpec) -> str:
+    """File, old and new text of the lines that a fault changes."""
+    text = mutation.module_path.read_text()
+    operator = get_operator(mutation.operator_name)()
+    faulty = mutate_code(text, operator, mutation.occurrence)
+    _, _, *lines = difflib.unified_diff(text.split("\n"), faulty.split("\n"), n=0)
+    old, new = (
+        " ".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+"
+    )
+    file = mutation.module_path.relative_to(COPY / "optim")
+    return " ".join(f"{file}: {old} => {new}".split())
+
+
+def test_fault() -> int:
+    """Runs the tests that execute what is changed in the copy. Returns 1 if one fails that passes without it."""
+    tests: list[str] = []
+    for path in sorted((COPY / "optim").rglob("*.py")):
+        if path.read_bytes() != (ROOT / "torch" / path.relative_to(COPY)).read_bytes():
+            tests = tests_of(PLACE, COPY, path)
+    code, failed = run_tests(tests, dict(os.environ))
+    if failed in tests:
+        # It may fail without the fault, too.
+        whole = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return int(code != 0 and run_tests([failed], whole)[0] == 0)
+    # 4 and 5: pytest has found no test.
+    return int(bool(failed) or code not in (0, 4, 5))
+
+
+def run_tests(tests: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code, and the test that failed first."""
+    limit = f"-ofaulthandler_timeout={LIMIT}"
+    command = [sys.executable, *PYTEST.split(), limit, *tests]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
+    )
+    print(done.stdout)
+    found = re.search(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE)
+    line = found[1] if found else ""
+    # Names of tests may have spaces.
     begun = [test for test in tests if line.startswith(test)]
-    # A file that cannot be imported is no test, and has a colon after it.
-    return max(begun, key=len, default=line.split()[0].removesuffix(":"))
+    return done.returncode, max(begun, key=len, default=line)
 
 
 if __name__ == "__main__":
-    # As an exception, which ends the tests of the current fault, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(sys.argv[1:]))
