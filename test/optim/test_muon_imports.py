@@ -16,37 +16,40 @@ FOLDER = Path(torch.optim.__file__).parent / "_muon_engine"
 ENGINE = "torch.optim._muon_engine"
 # The rules about models. They may read what the layouts know of parameters.
 MODELS = "torch.optim._muon_models"
-# The parts of the engine. Each may import those before it, and those of its own row.
-ROWS = [
-    {"config"},
-    {"process_groups"},
-    {"agreement"},
-    {"layouts"},
-    {"schedule"},
-    {"runtime"},
-    {"config_functions", "factory", "functions", "group_config"},
-    {"building", "changes"},
-    {"engine"},
-    {"functional"},
+# The modules of the engine. Each may import those before it.
+ORDER = [
+    "config",
+    "process_groups",
+    "regions",
+    "flights",
+    "agreement",
+    "local",
+    "fsdp2",
+    "fsdp1",
+    "tp_dims",
+    "joins",
+    "dtensors",
+    "groups",
+    "fitting",
+    "round_trip",
+    "plan",
+    "factory",
+    "params",
+    "statuses",
+    "step",
+    "functions",
+    "engine",
 ]
-# Names that only the layouts may know.
-OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "placements"}
-
-
-def row_of(module):
-    part = module.removeprefix(ENGINE).lstrip(".").partition(".")[0]
-    return next(index for index, row in enumerate(ROWS) if part in row)
+# Names that only the readers may know, and what looks at single tensors.
+OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "device_mesh"}
+READERS = {"local", "fsdp2", "fsdp1", "tp_dims", "dtensors", "groups"}
+READERS |= {"fitting", "round_trip", "factory"}
 
 
 def modules(root=ENGINE):
-    """Module of the package ``root`` -> its syntax tree, and the package that relative imports start from."""
-    found, root_folder = {}, FOLDER.with_name(root.rpartition(".")[2])
-    for path in sorted(root_folder.rglob("*.py")):
-        *folders, file = path.relative_to(root_folder).with_suffix("").parts
-        package = ".".join([root, *folders])
-        name = package if file == "__init__" else f"{package}.{file}"
-        found[name] = ast.parse(path.read_text()), package
-    return found
+    """Module of the package ``root`` -> its syntax tree."""
+    folder = FOLDER.with_name(root.rpartition(".")[2])
+    return {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
 
 
 def imports_of(tree, package="torch.optim"):
@@ -73,19 +76,15 @@ class TestMuonImports(TestCase):
                 spec.loader.exec_module(module)
 
     def test_imports_go_one_way(self):
-        known, graph = modules(), {}
-        del known[ENGINE]
-        self.assertEqual({row_of(name) for name in known}, set(range(len(ROWS))))
-        for name, (tree, package) in known.items():
-            imports = imports_of(tree, package)
+        known = modules()
+        self.assertEqual({*known}, {*ORDER, "__init__"})
+        for number, name in enumerate(ORDER):
+            imports = imports_of(known[name], ENGINE)
             above = ("torch.optim._muon.", "torch.optim.muon", MODELS)
             upwards = [each for each in imports if f"{each}.".startswith(above)]
             self.assertEqual(upwards, [], name)
-            graph[name] = imports & known.keys() - {name}
-            for other in graph[name]:
-                self.assertLessEqual(row_of(other), row_of(name), f"{name}: {other}")
-        # Raises if there is a circle.
-        TopologicalSorter(graph).prepare()
+            later = {f"{ENGINE}.{other}" for other in ORDER[number:]}
+            self.assertEqual(imports & later, set(), name)
 
     def test_only_functions_of_muon_import_the_rules_about_models(self):
         for path in FOLDER.parent.glob("*muon*.py"):
@@ -101,17 +100,15 @@ class TestMuonImports(TestCase):
             self.assertEqual(importers, expected, path.name)
 
     def test_rules_about_models_import_one_way(self):
-        known, graph = modules(MODELS), {}
-        (docstring,) = known[MODELS][0].body
-        self.assertIsInstance(docstring.value, ast.Constant)
-        allowed = (MODELS, "torch.optim._muon_split", f"{ENGINE}.layouts")
+        graph = {}
+        allowed = (MODELS, "torch.optim._muon_split", f"{ENGINE}.fsdp")
         allowed += (f"{ENGINE}.process_groups",)
-        for name, (tree, package) in known.items():
-            imports = imports_of(tree, package)
+        for name, tree in modules(MODELS).items():
+            imports = imports_of(tree, MODELS)
             ours = {found for found in imports if found.startswith("torch.optim")}
             ours -= {"torch.optim", ENGINE}
             self.assertEqual([i for i in ours if not i.startswith(allowed)], [], name)
-            graph[name] = imports & known.keys() - {name}
+            graph[f"{MODELS}.{name}"] = {i for i in imports if i.startswith(MODELS)}
         # Raises if there is a circle.
         TopologicalSorter(graph).prepare()
 
@@ -132,14 +129,14 @@ class TestMuonImports(TestCase):
                         pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
                         self.assertNotRegex(found, pattern)
 
-    def test_only_layouts_know_frameworks(self):
-        for name, (tree, _) in modules().items():
+    def test_only_readers_know_frameworks(self):
+        for name, tree in modules().items():
             used = {
                 getattr(node, key, "")
                 for node in ast.walk(tree)
                 for key in ("id", "attr", "name")
             }
-            if not name.startswith(f"{ENGINE}.layouts"):
+            if name not in READERS:
                 self.assertFalse(used & OF_FRAMEWORKS, name)
 
 

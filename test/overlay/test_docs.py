@@ -252,6 +252,17 @@ def test_api_is_that_of_the_code():
         assert dict(rows) == signature_of(title), title
 
 
+def test_quoted_costs_are_those_of_the_data():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    page = page.partition("## At real sizes")[2]
+    data = (ROOT / "docs" / "data" / "scale.md").read_text()
+    rows = [re.split("  +", row) for row in data.splitlines()]
+    quoted = re.findall(r"^\| (.+, .+%.+) \|$", page, re.MULTILINE)
+    assert len(quoted) > 4
+    for row in quoted:
+        assert row.split(" | ") in rows
+
+
 def quoted_errors(page, end):
     """The quotations in the first columns of a page's tables, before the section ``end``."""
     tables = (ROOT / "docs" / page).read_text().partition(end)[0]

@@ -28,7 +28,7 @@ def pages(folder):
     return (folder / "gpu.md").read_text(), found
 
 
-def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
+def test_every_stage_and_the_constants_of_scale(tmp_path, capsys):
     assert gpu.main([str(tmp_path)]) == 0
     page, found = pages(tmp_path)
     assert "without a GPU" in page
@@ -38,12 +38,18 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     for name, state in states.items():
         assert f"\n## {name}: {state}, " in page
     assert "Need at least 1 CUDA device" in page
-    what = ["scale", "--only", "GPT-2 124M, FSDP, 8 ranks"]
+    # Momentum in float32 of half of three pairs of matrices.
+    half = 32 * 64 + 64 * 64 + 64 * 32
+    costs = found["stages"]["costs"]["values"]["tiny"]
+    _, _, state, *_ = costs["ours-1-quintic"]
+    assert state == costs["stock"][2] == 4 * half
+
+    what = ["scale", "--model", "GPT-2 124M", "--ranks", "8"]
     capsys.readouterr()
-    assert cli.main([*what, "--hardware", str(tmp_path / "gpu.json")]) == 0
+    assert cli.main([*what, "--gpu", str(tmp_path / "gpu.json")]) == 0
     here = capsys.readouterr().out
     named = [f"{name}={value}" for name, value in found["hardware"].items()]
-    assert cli.main([*what, "--hardware", *named]) == 0
+    assert cli.main([*what, "--gpu", *named]) == 0
     assert capsys.readouterr().out == here
     assert cli.main(what) == 0
     assert capsys.readouterr().out != here

@@ -3,19 +3,18 @@
 import logging
 import multiprocessing
 import os
-import pickle
 import socket
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
-from torch.multiprocessing.spawn import ProcessException
 
 
 # A collective fails after this share of a run's seconds, so that a traceback names it.
@@ -41,45 +40,38 @@ def run(
     Raises:
         Failed: with the traceback of the first rank that failed; or the ranks took more than ``seconds``.
     """
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", __name__])
-    # A fork cannot use CUDA if an import has asked the server for its devices.
-    start_method = "forkserver" if device == "cpu" else "spawn"
     ends = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        ranks = start_processes(
-            _rank,
-            (world, folder, seconds, device, work, job),
-            world,
-            join=False,
-            daemon=True,
-            start_method=start_method,
-        )
+    # A fork cannot use CUDA if an import has asked the server for its devices.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    context.set_forkserver_preload(["torch.distributed.fsdp", __name__])
+    found = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        context.Pool(world) as pool,
+    ):
+        of_rank = partial(_rank, work, job, world, folder, seconds, device)
+        # All ranks wait for each other, so each process takes one.
+        results = pool.imap_unordered(of_rank, range(world))
         try:
-            while not ranks.join(ends - time.monotonic()):
-                if time.monotonic() > ends:
-                    raise Failed(f"the ranks took more than {seconds:.0f} s")
-        except ProcessException as error:
-            raise Failed(str(error)) from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-        results = []
-        for rank in range(world):
-            answer = Path(folder, str(rank))
-            results.append(pickle.loads(answer.read_bytes()))
-        return results
+            while len(found) < world:
+                rank, result = results.next(max(0, ends - time.monotonic()))
+                found[rank] = result
+        except multiprocessing.TimeoutError:
+            raise Failed(f"the ranks took more than {seconds:.0f} s") from None
+        except Exception as error:
+            raise Failed("".join(traceback.format_exception(error))) from None
+    return [found[rank] for rank in range(world)]
 
 
 def _rank(
-    rank: int,
+    work: Callable[[int, int, Any], Any],
+    job: Any,
     world: int,
     folder: str,
     seconds: float,
     device: str,
-    work: Callable[[int, int, Any], Any],
-    job: Any,
-) -> None:
+    rank: int,
+) -> tuple[int, Any]:
     torch.set_num_threads(1)
     # DTensor warns about slow redistributions of stock Muon, once per rank.
     torch._logging.set_logs(all=logging.ERROR)
@@ -100,10 +92,9 @@ def _rank(
         device_id=accelerator,
     )
     result = work(rank, world, job)
-    answer = Path(folder, str(rank))
-    answer.write_bytes(pickle.dumps(result))
     dist.barrier()  # No rank leaves while another one still needs it.
     dist.destroy_process_group()
+    return rank, result
 
 
 def synchronize(device: str) -> None:

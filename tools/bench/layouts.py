@@ -21,19 +21,21 @@ from torch.optim.muon import (
     create_dtensor_config,
     DistributedConfig,
 )
-from tools.bench.models import MODELS, Shape
+
+from .models import MODELS
 
 
-MakeConfig = Callable[[int], DistributedConfig | None]
+Shape = tuple[int, ...]
+# With a prefetch_count.
+MakeConfig = Callable[..., DistributedConfig]
 SMALL_BLOCK: list[Shape] = [(64, 64)] * 4 + [(176, 64), (176, 64), (64, 176)]
 # The shapes are (out, in), as torch.nn.Linear holds its weight.
 WORKLOADS: dict[str, list[Shape]] = {
     "pairs": [(512, 512), (512, 2048)] * 12,
-    "gpt2": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
+    "gpt2": MODELS["GPT-2 124M"].shapes,
     "llama1b": MODELS["Llama 3.2 1B"].shapes,
-    # A block's attention and feed-forward network. Models of 16 and 80 blocks have as many matrices.
+    # A block's attention and feed-forward network. A model of 16 blocks has as many matrices.
     "small112": SMALL_BLOCK * 16,
-    "small560": SMALL_BLOCK * 80,
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
 }
 LAYOUTS = {
@@ -58,37 +60,19 @@ def fits(layout: str, world: int) -> bool:
     return layout not in ("hsdp", "fsdp_tp") or (world >= 4 and world % 2 == 0)
 
 
-def lay(
-    layout: str, workload: str, world: int, device: str = "cpu", outer: int = 2
-) -> Laid:
-    """Makes random parameters with random gradients, equal on all replicas. A mesh of two dimensions has ``outer`` rows."""
-    linears = _linears(workload, device)
-    make_config = _wrap(layout, linears, world, device, outer)
-    torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
-    return Laid(WORKLOADS[workload], _random_parameters(linears), make_config)
-
-
-def lay_plain(workload: str, device: str = "cpu") -> Laid:
-    """Plain parameters of this rank alone, for optimizers without a config."""
-    linears = _linears(workload, device)
-    params = _random_parameters(linears)
-    return Laid(WORKLOADS[workload], params, lambda prefetch: None)
-
-
-def _linears(workload: str, device: str) -> nn.ModuleList:
+def lay(layout: str, workload: str, world: int, device: str = "cpu") -> Laid:
+    """Makes random parameters with random gradients, equal on all replicas."""
     linears = nn.ModuleList()
     for rows, columns in WORKLOADS[workload]:
         linears.append(nn.Linear(columns, rows, bias=False, device=device))
-    return linears
-
-
-def _random_parameters(linears: nn.ModuleList) -> list[nn.Parameter]:
+    make_config = _wrap(layout, linears, world, device)
+    torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
     params = list(linears.parameters())
     for param in params:
         local_of(param).normal_()
         param.grad = torch.empty_like(param)
         local_of(param.grad).normal_()
-    return params
+    return Laid(WORKLOADS[workload], params, make_config)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -96,12 +80,10 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _wrap(
-    layout: str, linears: nn.ModuleList, world: int, device: str, outer: int
-) -> MakeConfig:
+def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeConfig:
     if layout == "ddp":
         DistributedDataParallel(linears)
-        return partial(_ddp_config, dist.group.WORLD)
+        return partial(create_auto_config, ddp_process_group=dist.group.WORLD)
     if layout == "fsdp1":
         for index, linear in enumerate(linears):
             linears[index] = FullyShardedDataParallel(
@@ -109,11 +91,12 @@ def _wrap(
                 device_id=torch.device(device),
                 use_orig_params=True,
             )
-        return partial(_fsdp1_config, linears)
+        group = linears[0].process_group
+        return partial(create_auto_config, fsdp_process_group=group, module=linears)
     if layout == "shard":
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("outer",))
     else:
-        sizes = outer, world // outer
+        sizes = 2, world // 2
         mesh = init_device_mesh(device, sizes, mesh_dim_names=("outer", "inner"))
     for index, linear in enumerate(linears):
         if layout == "fsdp_tp":
@@ -123,20 +106,4 @@ def _wrap(
             fully_shard(linear, mesh=mesh["outer"])
         else:
             fully_shard(linear, mesh=mesh)
-    return _dtensor_config
-
-
-def _ddp_config(group: dist.ProcessGroup, prefetch: int) -> DistributedConfig:
-    return create_auto_config(ddp_process_group=group, prefetch_count=prefetch)
-
-
-def _fsdp1_config(linears: nn.ModuleList, prefetch: int) -> DistributedConfig:
-    return create_auto_config(
-        fsdp_process_group=linears[0].process_group,
-        module=linears,
-        prefetch_count=prefetch,
-    )
-
-
-def _dtensor_config(prefetch: int) -> DistributedConfig:
-    return create_dtensor_config(prefetch_count=prefetch)
+    return create_dtensor_config

@@ -1,7 +1,7 @@
 """``bytes``: what each implementation sends in a step, and the least that must travel."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str, args: Any) -> None:
-        if name not in SENT:
-            raise NotImplementedError(f"how many bytes does {name} send?")
-        group = group_of(args)
-        sent = SENT[name](args, group)
+        sent = sent_bytes(name, args)
         self.calls[name.rstrip("_")] += 1
         if name == "allreduce_" and not args[0][0].is_floating_point():
             self.statuses += sent  # by which ranks tell each other of gradients
@@ -69,37 +66,33 @@ def nbytes(tensors: Any) -> int:
     return sum(map(nbytes, tensors))
 
 
-def all_to_all(sent: Tensor, splits: list[int], group: ProcessGroup) -> int:
-    kept = splits[group.rank()]
-    elements = len(sent) - kept
-    return elements * sent.itemsize
-
-
-def to_others(tensors: Any, group: ProcessGroup) -> int:
-    others = group.size() - 1
-    return nbytes(tensors) * others
-
-
-def of_ring(tensors: Any, group: ProcessGroup) -> int:
-    """The bytes of each pass of a ring, in which a rank sends all parts but one."""
-    return to_others(tensors, group) // group.size()
-
-
-def of_two_rings(tensors: Any, group: ProcessGroup) -> int:
-    """A ring that reduces, and a ring that gathers."""
-    return 2 * to_others(tensors, group) // group.size()
-
-
-# The bytes that this process sends, by the splits or the ring algorithm.
-SENT: dict[str, Callable[[Any, ProcessGroup], int]] = {
-    "alltoall_base_": lambda args, group: all_to_all(args[1], args[4], group),
-    "all_gather_into_tensor": lambda args, group: to_others(args[0], group),
-    "allgather_": lambda args, group: to_others(args[1], group),
-    "all_reduce": lambda args, group: of_two_rings(args[0], group),
-    "allreduce_": lambda args, group: of_two_rings(args[0], group),
-    "reduce_scatter_tensor": lambda args, group: of_ring(args[0], group),
-    "shard_dim_alltoall": lambda args, group: of_ring(args[0], group),
+# The argument of a collective that travels, and how: to each other rank, or around a ring of all ranks once or twice.
+DIRECTLY = "directly"
+HOW_SENT = {
+    "broadcast_": (0, DIRECTLY),
+    "all_gather_into_tensor": (0, DIRECTLY),
+    "allgather_": (1, DIRECTLY),
+    "all_reduce": (0, 2),
+    "allreduce_": (0, 2),
+    "reduce_scatter_tensor": (0, 1),
+    "shard_dim_alltoall": (0, 1),
 }
+
+
+def sent_bytes(name: str, args: Any) -> int:
+    """The bytes that this process sends in the collective ``name``."""
+    group = group_of(args)
+    others = group.size() - 1
+    if name == "alltoall_base_":
+        _, source, _, _, sizes, *_ = args
+        return (len(source) - sizes[group.rank()]) * source.itemsize
+    if name not in HOW_SENT:
+        raise NotImplementedError(f"how many bytes does {name} send?")
+    if name == "broadcast_" and args[2] != group.rank():
+        return 0
+    argument, how = HOW_SENT[name]
+    sent = nbytes(args[argument]) * others
+    return sent if how == DIRECTLY else how * sent // group.size()
 
 
 def work(rank: int, world: int, job: Job) -> dict[str, Any]:
@@ -109,7 +102,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
     least = engine_view.least_bytes(ours)
     found: dict[str, Any] = {"least": least}
     for name in job.names:
-        optimizer = contestants.make(name, laid, ours)
+        optimizer = contestants.make(name, laid)
         optimizer.step()
         with Wire() as wire:
             optimizer.step()
@@ -121,22 +114,12 @@ def text(job: Job, results: Sequence[dict[str, Any]]) -> str:
     least = results[0]["least"]
     rows = []
     for name in job.names:
-        sent_by_rank = [result[name][0] for result in results]
-        sent = sum(sent_by_rank)
-        busiest = max(sent_by_rank)
+        sent = sum(result[name][0] for result in results)
         _, _, calls_of_first = results[0][name]
-        calls = [f"{count} {call}" for call, count in calls_of_first.items()]
-        rows.append(
-            [
-                name,
-                f"{sent / 1e6:.3f}",
-                f"{busiest / 1e6:.3f}",
-                f"{sent / least:.4f}",
-                ", ".join(calls),
-            ]
-        )
+        calls = ", ".join(f"{n} {call}" for call, n in calls_of_first.items())
+        rows.append([name, f"{sent / 1e6:.3f}", f"{sent / least:.4f}", calls])
     statuses = sum(result[job.names[0]][1] for result in results)
-    head = ["", "MB", "MB, busiest rank", "x least", "collectives of rank 0"]
+    head = ["", "MB", "x least", "collectives of rank 0"]
     at_least = f"at least {least / 1e6:.3f} MB"
     also = f"ours also sends {statuses} bytes of statuses"
     return f"{title(job, len(results))}: {at_least}; {also}\n{render(head, rows)}"

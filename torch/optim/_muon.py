@@ -128,7 +128,7 @@ class Muon(Optimizer):
     A parameter group may also have ``split`` and ``flatten``:
 
     - ``split`` (sequence of int, or dict): the rows of each part of a fused weight, such as ``(q, k, v)``.
-      Each part is a matrix with its own Newton-Schulz, learning rate and owner. If the rows of the parts
+      Each part is a matrix with its own Newton-Schulz and learning rate. If the rows of the parts
       alternate, or the parts are columns, pass a dict: ``{"sizes": (q, k, v), "repeats": groups}`` has q, k
       and v rows for each group of heads, and ``{"sizes": (n, n, n), "dim": 1}`` three parts of n columns.
       A part is all of its lines, joined in order. (default: None)
@@ -216,9 +216,9 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def describe(self, model: Any = None, *others: Optimizer) -> str:
-        """Returns a text that says who owns what and what a step costs each rank.
+        """Returns a text that says what this rank owns, who is the busiest owner, and the memory of a step.
 
-        A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
+        It asks no other rank.
 
         Args:
             model (nn.Module or its parameters, optional): of which the text tells Muon's share, and the
@@ -229,7 +229,7 @@ class Muon(Optimizer):
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
         if not torch.distributed.is_available():
             return page
-        from torch.optim._muon_reports.describe import coverage, in_full
+        from torch.optim._muon_reports import coverage, in_full
 
         if self._engine is not None:
             page = in_full(self._engine)
@@ -447,7 +447,7 @@ class Muon(Optimizer):
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
         without_gradient = executor.step(formulas, self.state)
         if without_gradient:
-            from torch.optim._muon_reports.hints import Hints
+            from torch.optim._muon_reports import Hints
 
             if self._hints is None:
                 self._hints = Hints(executor)
@@ -496,7 +496,7 @@ def _single_tensor_muon(
     formulas = MuonFormulas.of_group(MuonFormulas(**options)._asdict())
     takes_more = allow_batched_matrices or formulas.flatten
     if distributed_config is not None:
-        from torch.optim._muon_engine.functional import step_once
+        from torch.optim._muon_engine.engine import step_once
 
         # FSDP1 flattens parameters, and the engine knows the matrices inside.
         if any(p.ndim > 2 and not takes_more for p in params):

@@ -167,7 +167,8 @@ class MuonFormulas(NamedTuple):
         """The learning rate; None for a Tensor whose value would cost a synchronization."""
         if not isinstance(self.lr, Tensor):
             return float(self.lr)
-        return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
+        is_readable = type(self.lr) is Tensor and self.lr.is_cpu
+        return float(self.lr) if is_readable and self.lr.numel() == 1 else None
 
     @property
     def moves_parameters(self) -> bool:
@@ -261,10 +262,11 @@ class MuonFormulas(NamedTuple):
 
     def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""
-        if len(grads) == 1:
-            bufs[0].lerp_(grads[0], 1 - self.momentum)
-        else:
+        if len(grads) > 1 and not grads[0].is_cpu:
             torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
+            return
+        for buf, grad in zip(bufs, grads):
+            buf.lerp_(grad, 1 - self.momentum)
 
     def accumulate_and_blend(
         self,
@@ -340,6 +342,29 @@ class MuonFormulas(NamedTuple):
             joined = self.split.joined(blended)
             return self.orthogonalize(joined).reshape(blended.shape)
         return self.orthogonalize(blended)
+
+    def orthogonalize_all(self, matrices: Tensor) -> None:
+        """Replaces matrices, of shape (matrices, rows, columns), by their updates. Parts of one shape share batches."""
+        if not self.split.sizes:
+            if len(matrices) == 1:
+                matrices = matrices[0]
+            self.orthogonalize(matrices, out=matrices)
+            return
+        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        for matrix in matrices.unbind():
+            for part in self.split.parts(matrix):
+                alike.setdefault(part.shape, []).append(part)
+        for parts in alike.values():
+            size = self.batch_size(parts[0].shape, matrices.device)
+            for start in range(0, len(parts), size):
+                batch = parts[start : start + size]
+                joined = [self.split.joined(part).contiguous() for part in batch]
+                if len(batch) == 1:
+                    updates = [self.orthogonalize(joined[0])]
+                else:
+                    updates = [*self.orthogonalize(torch.stack(joined))]
+                for part, update in zip(batch, updates):
+                    part.copy_(update.view(part.shape))
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` go into one batch."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _muon_checks as checks
 from ._muon_engine.engine import Engine
-from ._muon_engine.runtime.params import Param
+from ._muon_engine.params import Param
 from ._muon_formulas import MuonFormulas
 
 
@@ -25,8 +25,8 @@ def new_engine(muon: Any) -> Engine:
     engine = Engine(
         muon._distributed_config, params, muon.state, takes_stacks, check, former
     )
-    if log.isEnabledFor(logging.INFO) and engine.speaks and engine.schedule.layouts:
-        from ._muon_reports.describe import in_a_line
+    if log.isEnabledFor(logging.INFO) and engine.speaks and engine.plan.matrices:
+        from ._muon_reports import in_a_line
 
         what = "rebuilt for changed parameters" if former else "built"
         log.info("Muon %s: %s", what, in_a_line(engine))

@@ -176,7 +176,7 @@ def create_auto_config(
         ValueError: an option is invalid, two spellings of one argument are given, or ``ep_process_group``
             is given without ``expert_assignments``.
     """
-    from torch.optim._muon_engine.group_config import either, group_config
+    from torch.optim._muon_engine.factory import either, factory_config
 
     fsdp = either(
         fsdp_process_group=fsdp_process_group, shard_process_group=shard_process_group
@@ -204,7 +204,11 @@ def create_auto_config(
         "pp_num_stages": pp_num_stages,
         "module": module,
     }
-    return group_config(state, tp_dim, async_gpu_parallelism, prefetch_count)
+    if isinstance(tp_dim, int):
+        state["tp_dim_default"] = tp_dim
+    elif tp_dim is not None:
+        state["tp_dim_per_param"] = dict(tp_dim)
+    return factory_config(state, async_gpu_parallelism, prefetch_count)
 
 
 def detect_tp_dims_from_model(
@@ -224,7 +228,7 @@ def detect_tp_dims_from_model(
     Returns:
         dict[int, int]: parameter index -> dimension, without parameters that are not cut.
     """
-    from torch.optim._muon_engine.layouts.tp_dims import detected_tp_dims
+    from torch.optim._muon_engine.tp_dims import detected_tp_dims
 
     dims: dict[int, int] = {}
     guessed: list[int] = []
@@ -260,8 +264,8 @@ def partition_parameters(
         ValueError: a flat FSDP1 parameter holds matrices together with others, or FSDP2 has unsharded parameters,
             as after a forward without a backward.
     """
-    from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices, mixed
-    from torch.optim._muon_engine.layouts.fsdp2 import check_resharded
+    from torch.optim._muon_engine.fsdp1 import logical_matrices, mixed
+    from torch.optim._muon_engine.fsdp2 import check_resharded
 
     check_resharded(module)
     matrices, others = [], []

@@ -149,7 +149,8 @@ class TestMuonMeshGroups(LocalGroups, OnCPU):
         with Recorder() as seen:
             twins.step()
         used = {call.comm.ranks for call in seen.calls if call.splits}
-        self.assertEqual(used, {tuple(ranks)})
+        # The rows of one matrix are among some of the ranks.
+        self.assertIn(tuple(ranks), used)
 
 
 class TestMuonWorldMadeAgain(LocalGroups, OnCPU):

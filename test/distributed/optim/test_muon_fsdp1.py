@@ -72,7 +72,8 @@ class TestMuonFSDP1(common_muon.OnCPU):
                 self.assertEqual(
                     everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}"
                 )
-                self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
+                exchanges = {"all_to_all_single", "all_reduce", "broadcast"}
+                self.assertLessEqual({*seen.names}, exchanges)
                 # A flat parameter's index stands under the owner of its first matrix.
                 owned = [
                     index for own in optimizer.assignments.values() for index in own

@@ -10,10 +10,12 @@ import math
 from collections import Counter
 
 import torch
-from torch.optim._muon_engine.layouts.layout import Key, Layout, Shards
-from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
+from torch.optim._muon_engine.plan import (
+    assign_owners,
+    cut_into_buckets,
+    MAX_STRETCH,
+)
+from torch.optim._muon_engine.regions import Layout, Matrix
 from torch.optim.muon import CUBIC
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -471,8 +473,7 @@ def plans(draw):
     limits = {
         "MAX_BUCKETS": draw(st.integers(1, 4)),
         "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
-        "MAX_REPLICAS": draw(one_of(4, 1, 2)),
-        "RELAY_BYTES": draw(one_of(2**20, 40)),
+        "ROUND_BYTES": draw(one_of(2**20, 40, 200)),
         "late": draw(one_of(None, None, None, 0, 2)),
     }
     named = draw(st.booleans())
@@ -505,9 +506,9 @@ rectangles = st.tuples(side, side)
 GROUPS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (4, 5), (0, 1), (2, 3), (1, 2)]
 
 
-def layout(number, shape, group):
-    nothing = tuple(() for _ in group)
-    return Layout(Key(number), shape, torch.float32, Shards(group, nothing))
+def matrix(number, shape, group):
+    layout = Layout((group,), tuple(() for _ in group))
+    return Matrix(number, shape, torch.float32, layout, "")
 
 
 def busiest(matrices, flops, owners):
@@ -523,26 +524,24 @@ class TestMuonScheduleFuzz(TestCase):
     )
     def test_owners_are_the_least_busy(self, drawn):
         """The heaviest matrix first, to a rank that has least work of this group and of those around it."""
-        layouts = []
-        for number, (shape, group) in enumerate(drawn):
-            layouts.append(layout(number, shape, group))
-        flops, owners = list(map(flops_of, layouts)), assign_owners(layouts)
+        drawn = [matrix(number, *one) for number, one in enumerate(drawn)]
+        flops, owners = [one.flops for one in drawn], assign_owners(drawn)
         given_to = Counter()
         # Wide groups first.
-        groups = {group for _, group in drawn}
+        groups = {one.layout.ranks for one in drawn}
         for group in sorted(groups, key=lambda group: (-len(group), group)):
             owners_by_work = {}
-            for number, one in enumerate(layouts):
-                if one.holders == group:
+            for number, one in enumerate(drawn):
+                if one.layout.ranks == group:
                     counts = owners_by_work.setdefault(flops[number], Counter())
                     counts[owners[number]] += 1
             for work in sorted(owners_by_work, reverse=True):
                 self.check_owners(group, work, owners_by_work[work], given_to)
         # At most a third busier than the best, in a single group.
-        if len(groups) == 1 and len(layouts) < 6:
-            every = range(len(layouts))
+        if len(groups) == 1 and len(drawn) < 6:
+            every = range(len(drawn))
             best = math.inf
-            for choice in itertools.product(group, repeat=len(layouts)):
+            for choice in itertools.product(group, repeat=len(drawn)):
                 best = min(best, busiest(every, flops, choice))
             self.assertLessEqual(busiest(every, flops, owners), best * 4 / 3)
 
@@ -567,29 +566,27 @@ class TestMuonScheduleFuzz(TestCase):
     )
     def test_buckets_are_nearly_the_best(self, drawn):
         """As many are as quick as any distribution of the matrices over them, or hardly slower."""
-        owners, layouts = [], []
-        for number, (owner, shape) in enumerate(drawn):
-            owners.append(owner)
-            layouts.append(layout(number, shape, (0, 1, 2)))
-        flops = list(map(flops_of, layouts))
+        owners = [owner for owner, _ in drawn]
+        matrices = [matrix(i, shape, (0, 1, 2)) for i, (_, shape) in enumerate(drawn)]
+        flops = [each.flops for each in matrices]
 
         def stretched(parts):
             """How long buckets take, run sequentially: each as long as its busiest owner."""
             return sum(busiest(part, flops, owners) for part in parts)
 
-        parts = [bucket.matrices for bucket in make_schedule(layouts, owners).buckets]
+        parts = cut_into_buckets(matrices, owners, range(len(matrices)))
         every = list(itertools.chain(*parts))
-        self.assertEqual(sorted(every), list(range(len(layouts))))
+        self.assertEqual(sorted(every), list(range(len(matrices))))
         matrices_of_owners = Counter(owners)
         self.assertLessEqual(len(parts), max(matrices_of_owners.values()))
         best = math.inf
-        for places in itertools.product(range(len(parts)), repeat=len(layouts)):
+        for places in itertools.product(range(len(parts)), repeat=len(matrices)):
             others = [[] for _ in parts]
-            for matrix, place in enumerate(places):
-                others[place].append(matrix)
+            for index, place in enumerate(places):
+                others[place].append(index)
             if all(others):
                 best = min(best, stretched(others))
-        self.assertLessEqual(stretched(parts), buckets.MAX_STRETCH * best)
+        self.assertLessEqual(stretched(parts), MAX_STRETCH * best)
 
 
 if __name__ == "__main__":

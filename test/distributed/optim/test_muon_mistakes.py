@@ -258,7 +258,7 @@ IN_STEPS = {
     "gradient that is missing": (FIRST + LATER, wrong_step(set_gradient(1, None), "some have none.*parameter 1 ")),
     "gradient of several matrices": (
         FIRST + LATER,
-        wrong_step(set_gradient(2, None), "some have none.*parameter 2 .*more of its parts"),
+        wrong_step(set_gradient(2, None), "some have none.*parameter 2 "),
     ),
     "sparse gradient": (FIRST + LATER, wrong_step(set_gradient(0, torch.ones(8, 8).to_sparse()), UNUSABLE, "parameter 0.*sparse")),
     "gradient that is placed otherwise": (FIRST + LATER, wrong_step(replicated_gradient, "different placements.*parameter 0 .*is usual on rank 0")),

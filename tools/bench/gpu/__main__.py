@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .. import fleet
 from .stages import Found, Machine, NotRun, STAGES
 
 
@@ -25,8 +24,6 @@ def play(stage: Callable[[Machine], Found], machine: Machine) -> tuple[str, Foun
         return "done", stage(machine)
     except NotRun as reason:
         return "not run", Found([str(reason)])
-    except fleet.Failed as reason:
-        return "failed", Found([str(reason)[-MOST:]])
     except Exception:
         return "failed", Found([traceback.format_exc()[-MOST:]])
 
@@ -51,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("folder", type=Path, help="for gpu.md and gpu.json")
     names = [stage.__name__ for stage in STAGES]
     add("--only", nargs="+", choices=names, default=names, metavar="STAGE")
-    add("--overlay", default="", help="its name, for the page")
+    add("--overlay", default="unknown", help="its name, for the page")
     return result
 
 
@@ -64,8 +61,7 @@ def main(arguments: list[str]) -> int:
         device = accelerator.type
         gpus = torch.accelerator.device_count()
         where = f"on {gpus} x {device}"
-    overlay = args.overlay or "unknown"
-    about = f"{where}, torch {torch.__version__}, overlay {overlay}"
+    about = f"{where}, torch {torch.__version__}, overlay {args.overlay}"
     print(about, flush=True)
     args.folder.mkdir(parents=True, exist_ok=True)
     stages: dict[str, Any] = {}
@@ -77,12 +73,7 @@ def main(arguments: list[str]) -> int:
         began = time.monotonic()
         state, found = play(stage, Machine(device, gpus, began + limit))
         seconds = time.monotonic() - began
-        stages[name] = {
-            "state": state,
-            "seconds": seconds,
-            "texts": found.texts,
-            "values": found.values,
-        }
+        stages[name] = {"state": state, "seconds": seconds, **found._asdict()}
         hardware |= found.hardware
         write(args.folder, about, stages, hardware)
         print(f"{name}: {state}, {seconds:.0f} s", flush=True)

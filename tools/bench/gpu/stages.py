@@ -6,8 +6,6 @@ device is idle to another.
 
 import contextlib
 import gc
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -22,23 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import _newton_schulz as ns
-from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
-from tools.bench.models import MODELS
+from torch.optim._muon_engine.regions import newton_schulz_flops
+from torch.utils.benchmark import Timer
 
-from .. import contestants, engine_view, fleet, step, table, traffic
-from ..layouts import lay, lay_plain, local_of
+from .. import contestants, engine_view, fleet, step, table
+from ..layouts import lay, local_of
+from ..models import MODELS
 from . import training as model
 
 
 ROOT = Path(__file__).parents[3]
 OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
-OTHERS = "stock", "adamw"
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short"]
 PYTEST += ["-p", "no:cacheprovider"]
-GRACE = 10  # seconds in which an interrupted program prints its errors
+GRACE = 10  # seconds in which an interrupted program prints what it has found
 
 
 class NotRun(Exception):
@@ -46,7 +43,7 @@ class NotRun(Exception):
 
 
 class Found(NamedTuple):
-    """Texts for the page, values for programs, and values of ``Hardware`` for the simulator."""
+    """Texts for the page, values for programs, and values of a ``GPU`` for ``scale``."""
 
     texts: list[str]
     values: Any = None
@@ -65,9 +62,8 @@ class Machine(NamedTuple):
         return self.ends - time.monotonic()
 
     def job(self, *names: str, layout: str = "shard") -> step.Job:
-        if self.gpus:
-            return step.Job(layout, "llama1b", names, 11, self.device)
-        return step.Job(layout, "tiny", names, 3, self.device)
+        workload, reps = ("llama1b", 11) if self.gpus else ("tiny", 3)
+        return step.Job(layout, workload, names, reps, self.device)
 
     def run(self, work: Callable, job: Any, world: int | None = None) -> list[Any]:
         world = world or self.gpus or 2
@@ -75,48 +71,26 @@ class Machine(NamedTuple):
 
 
 def output(command: list[str], seconds: float) -> str:
-    """Runs a command, ends all its processes, and returns its output.
+    """Runs a command, and returns its output.
 
     Raises:
         fleet.Failed: it failed, or was interrupted after ``seconds``. The message ends with the output.
     """
+    # The end of a program by force would lose what it prints at its end.
+    limit = ["timeout", "--signal=INT", f"--kill-after={GRACE}", f"{seconds}"]
     with tempfile.TemporaryFile("w+") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=file, start_new_session=True, cwd=ROOT
-        )
-        try:
-            code: Any = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = f"none after {seconds:.0f} s"
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-        finally:
-            # Its processes have its session, and may outlive it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        # Processes of the program may outlive it, and would keep a pipe open.
+        done = subprocess.run([*limit, *command], stdout=file, stderr=file, cwd=ROOT)
         file.seek(0)
         text = file.read()
-    if code:
-        raise fleet.Failed(f"{' '.join(command)}: exit code {code}\n{text}")
+    if done.returncode:
+        raise fleet.Failed(f"{command}: exit code {done.returncode}\n{text}")
     return text
 
 
-def middle(call: Callable[[], object], device: str, calls: int = 10) -> float:
-    """The median seconds of a call in five rows of calls, equally many on all ranks."""
-    call()
-    seconds = []
-    for _ in range(5):
-        dist.barrier()
-        fleet.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        fleet.synchronize(device)
-        ended = time.perf_counter()
-        seconds.append((ended - began) / calls)
-    return statistics.median(seconds)
+def mean(call: Callable[[], object]) -> float:
+    """The mean seconds of equally many calls on all ranks."""
+    return Timer("call()", globals={"call": call}).timeit(50).mean
 
 
 def environment(machine: Machine) -> Found:
@@ -126,7 +100,6 @@ def environment(machine: Machine) -> Found:
     about, _, _ = text[begin:].partition("\nCPU:\n")
     texts = [about]
     if machine.device == "cuda":
-        texts.append(f"NCCL {torch.cuda.nccl.version()}")
         with contextlib.suppress(OSError, fleet.Failed):
             texts.append(output(["nvidia-smi", "topo", "-m"], machine.seconds))
     return Found(texts)
@@ -142,89 +115,52 @@ def newton_schulz(machine: Machine) -> Found:
     counts = Counter(shapes)
     job = machine.device, counts, side
     ((peak, rows),) = machine.run(_newton_schulz, job, 1)
-    cells, names = [], []
-    flops = seconds_of_products = 0.0
-    for shape, batch, times in rows:
-        names = list(times)
-        of_batch = batch * newton_schulz_flops(shape)
-        height, width = shape
-        title = f"{batch} x {height} x {width}"
-        milliseconds = [f"{1e3 * seconds:.3f}" for seconds in times.values()]
-        of_peak = f"{of_batch / times['quintic'] / peak:.0%}"
-        cells.append([title, *milliseconds, of_peak])
-        flops += of_batch
-        seconds_of_products += times["products alone"]
-    shown = table.render(["ms", *names, "quintic / peak"], cells)
-    text = f"Plain bfloat16 products have {peak / 1e12:.1f} TFLOP/s."
-    # The simulator counts passes over memory by themselves.
-    utilization = flops / seconds_of_products / peak
+    cells = []
+    flops = seconds = 0.0
+    for (height, width), batch, times in rows:
+        milliseconds = [f"{1e3 * mean:.3f}" for mean in times]
+        cells.append([f"{batch} x {height} x {width}", *milliseconds])
+        flops += batch * newton_schulz_flops((height, width))
+        seconds += times[0]
+    shown = table.render(["ms", *ns.NS_ALGORITHMS], cells)
+    utilization = flops / seconds / peak
+    text = f"Plain bfloat16 products have {peak / 1e12:.1f} TFLOP/s, quintic {utilization:.0%} of it."
     hardware = {"peak_flops": peak, "utilization": utilization}
     return Found([text, shown], rows, hardware)
 
 
 def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
     device, counts, side = job
+    formulas = engine_view.default_formulas()
     coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
     square = torch.randn(side, side, device=device).bfloat16()
-    peak = 2 * side**3 / middle(lambda: square @ square, device, 20)
+    peak = 2 * side**3 / mean(lambda: square @ square)
     rows = []
     for shape, count in counts.items():
-        largest = min(count, engine_view.batch_size(shape))
+        largest = min(count, formulas.batch_size(shape, torch.device("cuda")))
         for batch in sorted({1, largest}):
             stack = torch.randn(batch, *shape, device=device)
-            matrices = stack.bfloat16().squeeze(0)
-            times = {"products alone": middle(partial(_products, matrices), device)}
-            for algorithm in ns.NS_ALGORITHMS:
-                call = partial(
-                    ns.newton_schulz,
-                    matrices,
-                    coefficients,
-                    ns.DEFAULT_NS_STEPS,
-                    ns.EPS,
-                    algorithm,
-                )
-                times[algorithm] = middle(call, device)
+            options = coefficients, ns.DEFAULT_NS_STEPS, ns.EPS
+            call = partial(ns.newton_schulz, stack.bfloat16().squeeze(0), *options)
+            times = [mean(partial(call, algorithm)) for algorithm in ns.NS_ALGORITHMS]
             rows.append((shape, batch, times))
     return peak, rows
-
-
-def _products(matrices: Tensor) -> None:
-    if matrices.size(-2) > matrices.size(-1):
-        matrices = matrices.mT
-    for _ in range(ns.DEFAULT_NS_STEPS):
-        gram = matrices @ matrices.mT
-        square = gram @ gram
-        square @ matrices
 
 
 def steps(machine: Machine) -> Found:
     ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
     ours += [f"{name}-fused" for name in ours]
-    texts, values = [], {}
+    texts = []
     for layout in ("shard", "ddp"):
-        job = machine.job(*ours, *OTHERS, layout=layout)
-        results = machine.run(step.work, job)
-        texts.append(step.text(job, results))
-        values[layout] = results[0]
-    return Found(texts, values)
-
-
-class Cost(NamedTuple):
-    """Of one optimizer on one rank: median seconds until step() returns and until the device is done, and bytes."""
-
-    returns: float
-    is_done: float
-    matrices: int
-    state: int
-    retained: int
-    peak: int
+        job = machine.job(*ours, *contestants.OTHERS, layout=layout)
+        texts.append(step.text(job, machine.run(step.work, job)))
+    return Found(texts)
 
 
 COST_COLUMNS = (
     "rank 0",
     "step() returns, ms",
     "it is done, ms",
-    "host per matrix, us",
     "state, MiB",
     "retained, MiB",
     "peak, MiB",
@@ -232,58 +168,40 @@ COST_COLUMNS = (
 
 
 def costs(machine: Machine) -> Found:
-    """Time of the host and memory in a step. A training loop waits until step() returns."""
-    note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
-    text, values = _table_of_costs(machine, machine.job(OURS, FUSED, *OTHERS))
-    return Found([note, text], values)
+    """Time of the host and memory in a step, for a model and for small matrices, for which the device has little work.
 
-
-def host(machine: Machine) -> Found:
-    """The same with small matrices, for which the device has little work.
-
-    Under FSDP2, the device's part of a step shrinks with the number of ranks, and the host's part does not.
+    A training loop waits until step() returns. On CUDA, a step of ours in which the host waits for the device is an error.
     """
-    texts, values = [], {}
-    workloads = ("small112", "small560") if machine.gpus else ("tiny",)
-    for workload in workloads:
-        for layout in ("shard", "plain"):
-            names = (OURS, FUSED, *OTHERS)
-            if layout == "plain":
-                names = (OURS, f"{OURS}-foreach", *OTHERS)
-            job = machine.job(*names, layout=layout)._replace(workload=workload)
-            text, found = _table_of_costs(machine, job)
-            texts.append(f"{workload}, {layout}\n{text}")
-            values[f"{workload}, {layout}"] = found
+    note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
+    texts, values = [note], {}
+    job = machine.job(OURS, FUSED, *contestants.OTHERS)
+    small = ["small112"] if machine.gpus else []
+    for workload in (job.workload, *small):
+        found = machine.run(_costs, job._replace(workload=workload))[0]
+        rows = []
+        for name, (returns, is_done, *sizes) in found.items():
+            cells = [f"{1e3 * returns:.2f}", f"{1e3 * is_done:.2f}"]
+            mebibytes = [f"{nbytes / 2**20:.1f}" for nbytes in sizes]
+            rows.append([name, *cells, *mebibytes])
+        shown = table.render(COST_COLUMNS, rows)
+        texts.append(f"{workload}\n{shown}")
+        values[workload] = found
     return Found(texts, values)
 
 
-def _table_of_costs(machine: Machine, job: step.Job) -> tuple[str, dict[str, Cost]]:
-    found = machine.run(_costs, job)[0]
-    rows = []
-    for name, cost in found.items():
-        per_matrix = cost.returns / cost.matrices
-        cells = [f"{1e3 * cost.returns:.2f}", f"{1e3 * cost.is_done:.2f}"]
-        cells.append(f"{1e6 * per_matrix:.0f}")
-        for nbytes in (cost.state, cost.retained, cost.peak):
-            cells.append(f"{nbytes / 2**20:.1f}")
-        rows.append([name, *cells])
-    return table.render(COST_COLUMNS, rows), found
-
-
-def _costs(rank: int, world: int, job: step.Job) -> dict[str, Cost]:
-    if job.layout == "plain":
-        laid = lay_plain(job.workload, job.device)
-    else:
-        laid = lay(job.layout, job.workload, world, job.device)
+def _costs(rank: int, world: int, job: step.Job) -> dict[str, tuple]:
+    """Of each optimizer: median seconds until step() returns and until the device is done, and bytes."""
+    laid = lay(job.layout, job.workload, world, job.device)
     # The workspace of the library of products is not the optimizer's.
-    square = torch.randn(64, 64, device=job.device)
-    _products(square.bfloat16())
+    square = torch.randn(64, 64, device=job.device).bfloat16()
+    square @ square
     found = {}
     for name in job.names:
         gc.collect()
         before = _allocated(job.device)
         optimizer = contestants.make(name, laid)
-        returns, is_done = _host_and_device(optimizer, job)
+        may_wait = job.device != "cuda" or name in contestants.OTHERS
+        returns, is_done = _host_and_device(optimizer, job, may_wait)
         state = 0
         for of_param in optimizer.state.values():
             for tensor in of_param.values():
@@ -291,22 +209,28 @@ def _costs(rank: int, world: int, job: step.Job) -> dict[str, Cost]:
         kept = before + state if job.device != "cpu" else 0
         retained = _allocated(job.device) - kept
         peak = _allocated(job.device, "peak") - kept
-        matrices = len(laid.params)
-        found[name] = Cost(returns, is_done, matrices, state, retained, peak)
+        found[name] = returns, is_done, state, retained, peak
         del optimizer
     return found
 
 
-def _host_and_device(optimizer: Any, job: step.Job) -> tuple[float, float]:
+def _host_and_device(
+    optimizer: Any, job: step.Job, may_wait: bool
+) -> tuple[float, float]:
     """Median seconds until step() returns, and until the device is done. Memory counters begin with the last step."""
     returns, is_done = [], []
-    for _ in range(WARM + job.reps):
+    for number in range(WARM + job.reps):
         if job.device != "cpu":
             torch.accelerator.reset_peak_memory_stats()
         dist.barrier()
         fleet.synchronize(job.device)
         began = time.perf_counter()
-        optimizer.step()
+        if number < WARM or may_wait:
+            optimizer.step()
+        else:
+            torch.cuda.set_sync_debug_mode("error")
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
         returned = time.perf_counter()
         fleet.synchronize(job.device)
         ended = time.perf_counter()
@@ -322,33 +246,10 @@ def _allocated(device: str, when: str = "current") -> int:
     return stats.get(f"allocated_bytes.all.{when}", 0)
 
 
-def waits(machine: Machine) -> Found:
-    """Three steps in which the host must not wait for the device."""
-    machine.run(_waits, machine.job(OURS))
-    if machine.device == "cuda":
-        return Found(["No operation waited."])
-    return Found(["Only CUDA reports waits. The steps ran."])
-
-
-def _waits(rank: int, world: int, job: step.Job) -> None:
-    laid = lay(job.layout, job.workload, world, job.device)
-    muon = contestants.make(job.names[0], laid)
-    for _ in range(WARM):
-        muon.step()
-    fleet.synchronize(job.device)
-    if job.device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    for _ in range(3):
-        muon.step()
-    if job.device == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
-    muon.synchronize()
-
-
 def training(machine: Machine) -> Found:
     """The share of the optimizers' step in a training step."""
     size, repetitions = (model.BILLION, 3) if machine.gpus else (model.TINY, 1)
-    job = size, (OURS, FUSED, *OTHERS), machine.device, repetitions
+    job = size, (OURS, FUSED, *contestants.OTHERS), machine.device, repetitions
     found = machine.run(model.train, job)[0]
     rows = []
     for name, by_tokens in found.items():
@@ -365,64 +266,48 @@ def training(machine: Machine) -> Found:
 
 
 def exchange(machine: Machine) -> Found:
-    """All-to-alls of several sizes, and those of a step."""
+    """A small and a large all-to-all, and the collectives of a step."""
     if machine.gpus == 1:
         raise NotRun("It needs two GPUs: NCCL takes one rank per GPU.")
-    powers = range(10, 31 if machine.gpus else 21, 5)
-    sizes = [2**power for power in powers]
-    ranks = machine.run(_exchange, (machine.job(OURS), sizes))
-    rows, found = [], {}
-    for name in ranks[0]:
-        nbytes, seconds = max(rank[name] for rank in ranks)
-        found[name] = nbytes, seconds
-        rows.append([name, f"{1e3 * seconds:.3f}", f"{nbytes / seconds / 1e9:.2f}"])
-    _, smallest_seconds = found[f"{sizes[0]} bytes"]
-    most_bytes, largest_seconds = found[f"{sizes[-1]} bytes"]
+    small, large = 2**10, 2**30 if machine.gpus else 2**20
+    ranks = machine.run(_exchange, (machine.job(OURS), small, large))
+    slowest = [max(times) for times in zip(*ranks, strict=True)]
+    names = f"{small} bytes", f"{large} bytes", "those of a step"
+    rows = []
+    for name, seconds in zip(names, slowest, strict=True):
+        rows.append([name, f"{1e3 * seconds:.3f}"])
+    others = len(ranks) - 1
     hardware = {
-        "intra_bandwidth": most_bytes / largest_seconds,
-        "intra_latency": smallest_seconds / (len(ranks) - 1),
+        "intra_bandwidth": large * others / len(ranks) / slowest[1],
+        "intra_latency": slowest[0] / others,
         "gpus_per_node": len(ranks),
     }
-    text = table.render(["all-to-all, busiest rank", "ms", "GB/s sent"], rows)
-    return Found([text], found, hardware)
+    text = table.render(["all-to-alls, slowest rank", "ms"], rows)
+    return Found([text], slowest, hardware)
 
 
-def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
-    """The bytes that this rank sends to others, and seconds."""
-    job, sizes = job
+def _exchange(rank: int, world: int, job: Any) -> list[float]:
+    """Seconds of all-to-alls of so many bytes on each rank, and of a step's collectives."""
+    job, *sizes = job
     laid = lay(job.layout, job.workload, world, job.device)
-    calls = engine_view.all_to_alls(contestants.make(job.names[0], laid))
-    found = {}
+    calls: list[Callable[[], object]] = []
     for size in sizes:
         send = torch.ones(size // world * world, dtype=torch.uint8, device=job.device)
-        all_to_all = partial(dist.all_to_all_single, torch.empty_like(send), send)
-        sent = send.nbytes * (world - 1) // world
-        found[f"{size} bytes"] = sent, middle(all_to_all, job.device)
-
-    def step_exchanges() -> None:
-        for call in calls:
-            dist.all_to_all_single(*call)
-
-    sent = 0
-    for _, source, _, splits, group in calls:
-        sent += traffic.all_to_all(source, splits, group)
-    found["those of a step"] = sent, middle(step_exchanges, job.device)
-    return found
+        received = torch.empty_like(send)
+        calls.append(partial(dist.all_to_all_single, received, send))
+    muon = contestants.make(job.names[0], laid)
+    calls.append(partial(engine_view.exchange, muon))
+    return list(map(mean, calls))
 
 
 def tests(machine: Machine) -> Found:
     """The classes for GPUs. Interrupted by the time limit, pytest prints the outcomes so far, and where it was."""
-    missing = []
-    for name in ("pytest", "expecttest", "numpy"):
-        if find_spec(name) is None:
-            missing.append(name)
+    needed = "pytest", "expecttest", "numpy"
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise NotRun(f"{sys.executable} has no {', '.join(missing)}.")
     paths = [*ROOT.glob("test/optim/*.py"), *ROOT.glob("test/distributed/optim/*.py")]
-    chosen = []
-    for path in sorted(paths):
-        if "GPU" in path.read_text():
-            chosen.append(str(path))
+    chosen = [str(path) for path in sorted(paths) if "GPU" in path.read_text()]
     chosen += ["-k", "OnGPU or OnOneGPU or OnSharedGPU"]
     text = output([*PYTEST, *chosen], machine.seconds - GRACE)
     if " passed" not in text:
@@ -435,9 +320,7 @@ STAGES: dict[Callable[[Machine], Found], float] = {
     environment: 30,
     newton_schulz: 70,
     steps: 100,
-    costs: 60,
-    host: 120,
-    waits: 30,
+    costs: 150,
     training: 150,
     exchange: 50,
     tests: 200,

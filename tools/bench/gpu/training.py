@@ -1,16 +1,17 @@
-"""Training of a model like Llama under FSDP2, with compiled blocks, in which the optimizers' step is timed."""
+"""Training of a language model under FSDP2, with compiled blocks, in which the optimizers' step is timed."""
 
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.optim import Optimizer
 from torch.optim.muon import create_dtensor_config, partition_named_parameters
 
 from .. import contestants, fleet
@@ -22,49 +23,15 @@ class Size(NamedTuple):
 
     layers: int
     hidden: int
-    inner: int
-    heads: int
     vocabulary: int
-    sequences: int
     length: int
     # Micro-batches of a training step.
     micro_batches: Sequence[int]
 
 
 # A small vocabulary leaves memory for one GPU.
-BILLION = Size(16, 2048, 8192, 32, 16384, 4, 2048, (1, 4, 16))
-TINY = Size(1, 64, 128, 2, 128, 1, 16, (1, 2))
-
-
-class Block(nn.Module):
-    """Attention, and a gated feed-forward network."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        hidden, inner = size.hidden, size.inner
-        linear = partial(nn.Linear, bias=False)
-        self.heads = size.heads
-        self.attention_norm = nn.RMSNorm(hidden)
-        self.q_proj = linear(hidden, hidden)
-        self.k_proj = linear(hidden, hidden)
-        self.v_proj = linear(hidden, hidden)
-        self.o_proj = linear(hidden, hidden)
-        self.feed_forward_norm = nn.RMSNorm(hidden)
-        self.gate_proj = linear(hidden, inner)
-        self.up_proj = linear(hidden, inner)
-        self.down_proj = linear(inner, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.attention_norm(x)
-        by_head = []
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            projected = projection(normed).unflatten(2, (self.heads, -1))
-            by_head.append(projected.transpose(1, 2))
-        mixed = F.scaled_dot_product_attention(*by_head, is_causal=True)
-        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2))
-        normed = self.feed_forward_norm(x)
-        gated = F.silu(self.gate_proj(normed)) * self.up_proj(normed)
-        return x + self.down_proj(gated)
+BILLION = Size(20, 2048, 16384, 2048, (1, 4, 16))
+TINY = Size(1, 64, 128, 16, (1, 2))
 
 
 class Model(nn.Module):
@@ -72,14 +39,28 @@ class Model(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.hidden)
+        hidden = size.hidden
+        self.embedding = nn.Embedding(size.vocabulary, hidden)
+        make_block = partial(
+            nn.TransformerEncoderLayer,
+            hidden,
+            hidden // 64,
+            4 * hidden,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
+            bias=False,
+        )
+        self.blocks = nn.ModuleList(make_block() for _ in range(size.layers))
+        self.norm = nn.RMSNorm(hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1], tokens.device, x.dtype
+        )
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         logits = F.linear(self.norm(x), self.embedding.weight)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -104,8 +85,7 @@ def train(
     matrices = [param for _, param in named_matrices]
     others = [param for _, param in named_others]
     shapes = [tuple(matrix.shape) for matrix in matrices]
-    shape = size.sequences, size.length
-    tokens = torch.randint(size.vocabulary, shape, device=device)
+    tokens = torch.randint(size.vocabulary, (4, size.length), device=device)
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name in names:
         # AdamW has the other parameters.
@@ -113,36 +93,33 @@ def train(
             contestants.make(name, Laid(shapes, matrices, create_dtensor_config)),
             contestants.make("adamw", Laid([], others, create_dtensor_config)),
         ]
+        step = partial(_train_step, model, optimizers, tokens, device)
         # The first step makes the state, and compilers and libraries choose kernels.
-        _train_step(model, optimizers, tokens, 1, device)
+        step(1)
         found[name] = {}
         for count in size.micro_batches:
-            whole, of_optimizers = [], []
-            for _ in range(repetitions):
-                began = time.perf_counter()
-                of_optimizers.append(
-                    _train_step(model, optimizers, tokens, count, device)
-                )
-                whole.append(time.perf_counter() - began)
-            medians = statistics.median(whole), statistics.median(of_optimizers)
-            found[name][count * tokens.numel()] = medians
+            times = zip(*(step(count) for _ in range(repetitions)), strict=True)
+            whole, of_optimizers = map(statistics.median, times)
+            found[name][count * tokens.numel()] = whole, of_optimizers
     return found
 
 
 def _train_step(
     model: nn.Module,
-    optimizers: Sequence[Any],
+    optimizers: Sequence[Optimizer],
     tokens: Tensor,
-    micro_batches: int,
     device: str,
-) -> float:
-    """Begins and ends with an idle device. Returns the seconds of the optimizers."""
+    micro_batches: int,
+) -> tuple[float, float]:
+    """Begins and ends with an idle device. Returns the seconds of all, and of the optimizers."""
+    began = time.perf_counter()
     for _ in range(micro_batches):
         model(tokens).backward()
     fleet.synchronize(device)
-    began = time.perf_counter()
+    has_gradients = time.perf_counter()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     fleet.synchronize(device)
-    return time.perf_counter() - began
+    ended = time.perf_counter()
+    return ended - began, ended - has_gradients

@@ -10,7 +10,6 @@ import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from . import process_groups
-from .process_groups import counters_of, device_of_group, larger_first, listed, Ranks
+from .process_groups import device_of_group, listed, Ranks
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
@@ -59,55 +58,49 @@ class Problem(NamedTuple):
         return cls(kind, text)
 
 
-@dataclass
-class Agreement:
-    """The groups of ranks that share matrices with this rank."""
-
-    # The process group of each; None for this rank alone.
-    groups: dict[Ranks, ProcessGroup | None] = field(default_factory=dict)
-    # The serial number of this optimizer among those over the same ranks.
-    serials: dict[Ranks, int] = field(default_factory=dict)
-
-
 def differences(reduced: Tensor) -> Tensor:
     """Which bytes ranks have different opinions of, from reduced tables of shape (tables, 2, bytes)."""
     largest, complements = reduced.short().unbind(1)
     return (largest + complements > 255).flatten()
 
 
-@contextmanager
-def agreeing(
-    reader: Any, agreement: Agreement, is_lasting: bool
-) -> Iterator[dict[Ranks, list[Signature]]]:
-    """The ranks that share matrices compare the signatures that the body adds, and raise an error of one body on all ranks.
-    The groups are those that ``reader`` knows after the body.
-    """
-    signatures: dict[Ranks, list[Signature]] = {}
-    own_error = problem = None
-    try:
-        yield signatures
-    except Exception as error:
-        own_error = error
-        problem = Problem.of(error)
-    # Smaller groups first, so that a problem reaches the larger ones that contain them.
-    for ranks in reversed(larger_first(reader.sharing)):
-        agreement.groups[ranks] = None
-        if len(ranks) == 1:
-            continue
-        shared = signatures.get(ranks, [])
-        described = [signature.description for signature in shared]
-        with reaching(ranks, described):
-            group = process_groups.spanning_group(ranks, reader.sharing[ranks])
-            agreement.groups[ranks] = group
-            found = _disagreement(ranks, group, shared, problem)
+class Meeting(NamedTuple):
+    """Ranks that compare what they share. They meet in each of their ``groups``, one after another."""
+
+    ranks: Ranks
+    groups: Sequence[ProcessGroup]
+    signatures: Sequence[Signature]
+
+    def reduce(self, table: Tensor) -> None:
+        """Takes the maxima over all ranks."""
+        for group in self.groups:
+            dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+
+    def gathered(self, value: Any) -> dict[int, Any]:
+        """Rank -> its value."""
+        return gathered_along(self.groups, value)
+
+
+def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]:
+    """Rank -> its value, of all ranks that meet in ``groups``."""
+    values = {process_groups.process_rank(): value}
+    for group in groups:
+        for of_other in all_gather_object(values, group):
+            values.update(of_other)
+    return dict(sorted(values.items()))
+
+
+def agree(meetings: Iterable[Meeting], own_error: Exception | None) -> None:
+    """Ranks compare their signatures. All of them raise an error of one of them, or ValueError for the first difference."""
+    problem = None if own_error is None else Problem.of(own_error)
+    # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
+    for meeting in sorted(
+        meetings, key=lambda meeting: (len(meeting.ranks), meeting.ranks)
+    ):
+        described = [signature.description for signature in meeting.signatures]
+        with reaching(meeting.ranks, described):
+            found = _disagreement(meeting, problem)
         problem = problem or found
-        counters = counters_of(ranks)
-        agreement.serials[ranks] = counters.optimizers
-        if found is None:
-            counters.optimizers += 1
-            if is_lasting:
-                # The next optimizer's owners start where those of this one stop.
-                counters.first_owner = (counters.first_owner + len(shared)) % len(ranks)
     _raise(own_error, problem)
 
 
@@ -123,29 +116,25 @@ def _raise(own_error: Exception | None, problem: Problem | None) -> None:
         del own_error
 
 
-def _disagreement(
-    ranks: Ranks,
-    group: ProcessGroup,
-    shared: Sequence[Signature],
-    problem: Problem | None,
-) -> Problem | None:
-    """The problem of a rank of ``group``, or how their signatures differ; None if all agree. All ranks must call this."""
-    digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).digest()
-    has_problem = problem is not None
+def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
+    """The problem of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
+    fields = [signature.fields for signature in meeting.signatures]
+    digest = hashlib.sha256(repr(fields).encode()).digest()
     values = torch.zeros(BYTES, dtype=torch.uint8, device="cpu")
     values[: len(digest)] = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
-    values[-1] = has_problem
-    table = torch.stack([values, 255 - values])[None].to(device_of_group(group))
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    values[-1] = problem is not None
+    table = torch.stack([values, 255 - values])[None]
+    table = table.to(device_of_group(meeting.groups[0]))
+    meeting.reduce(table)
     reduced = table.cpu()
-    if not differences(reduced).any() and not has_problem:
+    if not differences(reduced).any() and not reduced[0, 0, -1]:
         return None
-    answers = all_gather_object((problem, list(shared)), group)
-    for reported, _ in answers:
+    answers = meeting.gathered((problem, list(meeting.signatures)))
+    for reported, _ in answers.values():
         if reported is not None:
             return reported
-    everyone = [signatures for _, signatures in answers]
-    return Problem(ValueError, _first_difference(ranks, everyone))
+    everyone = [signatures for _, signatures in answers.values()]
+    return Problem(ValueError, _first_difference([*answers], everyone))
 
 
 @contextmanager
@@ -204,7 +193,9 @@ def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
     return [row[:size] for row, size in zip(gathered, sizes.tolist())]
 
 
-def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> str:
+def _first_difference(
+    ranks: Sequence[int], everyone: Sequence[Sequence[Signature]]
+) -> str:
     """The first difference. Primary fields (name, shape, placement) come before derived ones."""
     first = everyone[0]
     for derived in (False, True):

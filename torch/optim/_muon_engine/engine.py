@@ -11,18 +11,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import factory, process_groups
-from .agreement import Agreement
-from .building import build, Plan, Setting
+from . import process_groups
+from .agreement import agree, Meeting, raising_everywhere, Signature
 from .config import DistributedConfig
-from .layouts.local import traits_of
-from .process_groups import listed, Ranks
-from .runtime.matrices import matrices_of
-from .runtime.packed import PackedStep
-from .runtime.params import Lineage, Param, States, StepInputs
-from .runtime.statuses import side_channel
-from .runtime.transport import CollectiveError
-from .schedule.schedule import Schedule
+from .dtensors import ParamInfo, Reader
+from .factory import (
+    choose_owners,
+    describe_state,
+    is_from_factory,
+    reader_of,
+    users_functions,
+)
+from .fitting import fits
+from .flights import CollectiveError
+from .local import device_of, traits_of
+from .params import (
+    fit_momentum,
+    inherit_momentum,
+    Lineage,
+    Param,
+    Replacement,
+    States,
+    StepInputs,
+)
+from .plan import by_grid, make_plan, Plan
+from .process_groups import counters_of, grid_groups, GridGroups, listed
+from .regions import Grid, Matrix
+from .step import PackedStep
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -45,9 +60,6 @@ class StepRunner(Protocol):
     def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
         """Begins a step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank raises an error."""
 
-    def bind(self, formulas: Mapping[int, Any]) -> None:
-        """Prepares what stays the same between steps, for these options of each parameter group."""
-
     def run(self, inputs: StepInputs) -> None:
         """Makes the rest of the step."""
 
@@ -59,9 +71,9 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """The layouts, owners, schedule and memory for one list of parameters. It takes a copy of ``config``, whose
-    functions and flags may not change. ``former`` is the optimizer's engine before its parameters changed. If ``check``
-    raises an error, or the last step of ``former`` has an unread one, all ranks that share matrices raise it.
+    """The matrices, owners and plan of one list of parameters. It takes a copy of ``config``, whose functions and flags
+    may not change. ``former`` is the optimizer's engine before its parameters changed. If ``check`` raises an error, or the
+    last step of ``former`` has an unread one, all ranks that share matrices raise it.
     """
 
     def __init__(
@@ -81,15 +93,18 @@ class Engine:
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
-        self.agreement = Agreement()
         self.plan = Plan()
-        # None until a step, or the constructor, needs its memory.
+        # Global rank -> the indices of the parameters whose first matrix it owns.
+        self.assignments: Mapping[int, Sequence[int]] = {}
+        # By grid: the groups of this rank's row and column, and the number of this optimizer among those over the grid.
+        self.groups: dict[Grid, GridGroups] = {}
+        self._serials: dict[Grid, int] = {}
         self._runner: StepRunner | None = None
-        # The options of each parameter group that the last step was bound to; None before the first step.
-        self._bound_options: list[tuple] | None = None
-        replaced = []
+        # The options that the last step was made with.
+        self._options: list[tuple] | None = None
+        replaced: list[Replacement] = []
         if former is None:
-            self.reader = factory.reader_of(config, takes_stacks)
+            self.reader = reader_of(config, takes_stacks)
             self._lineage = Lineage(params, {})
         else:
             replaced = self._continue(former)
@@ -108,39 +123,140 @@ class Engine:
 
         # The assignment computes with tensors, which must be real in a dry run, too.
         with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
-            self.plan = build(
-                self._setting, before, check_all, is_lasting, self.agreement
-            )
+            self._build(before, check_all, is_lasting)
         self.ordered = self._in_common_order()
         if former is not None:
             # A device may not have room for the memory of both.
             former._runner = None
-            self._inherit(replaced, states)
+            restarted = inherit_momentum(replaced, states)
+            self._warn_about_restarted(restarted + fit_momentum(params, states))
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.is_packed and self.device.type != "cpu" and not is_meta:
-            from .runtime.connecting import take_memory_and_connect
+            self._connect(device_index)
 
-            take_memory_and_connect(self._make_runner, self.agreement, device_index)
-
-    def _continue(self, former: "Engine") -> list[Any]:
+    def _continue(self, former: "Engine") -> list[Replacement]:
         """Takes what ``former`` knew. Returns the parameters that took the places of others."""
-        from .changes import take_places
-
         self.reader = copy.copy(former.reader)
         self.steps = former.steps
         self.failure = former.failure
         seen, indices = former._lineage.seen, former._lineage.config_indices
         self._lineage = Lineage(seen, dict(indices))
-        return take_places(self._lineage, self.params)
+        return self._lineage.take_places(self.params)
 
-    def _inherit(self, replaced: Sequence[Any], states: States) -> None:
-        """Gives the momentum of ``replaced`` parameters to those that took their places."""
-        from .changes import fit_momentum, inherit_momentum
+    def _build(
+        self, before: set[Tensor], check: Callable[[], None], is_lasting: bool
+    ) -> None:
+        """Makes the plan together with the other ranks. They compare which parameters are not among those ``before`` a
+        change, so that all replace the same ones. All of them raise an error of ``check``.
+        """
+        config, reader = self.config, self.reader
+        if reader is None:
+            check()
+            config.check()
+            _, self.assignments = self._assigned([])
+            return
+        infos = [ParamInfo(p.config_index, p.name, p.form) for p in self.params]
+        matrices: list[Matrix] = []
+        owners: Sequence[int] = ()
+        device_type = ""
+        own_error = None
+        try:
+            matrices = reader.read([p.tensor for p in self.params], infos, check)
+            config.check()
+            owners, self.assignments = self._assigned(matrices)
+            if self.is_packed:
+                device_type = self.device.type
+        except Exception as error:
+            own_error = error
+        agree(self._meetings(reader, before, device_type), own_error)
+        self.plan = make_plan(
+            matrices,
+            owners,
+            self.rank,
+            config.prefetch_count,
+            one_at_a_time=not config.async_gpu_parallelism,
+        )
+        for grid, members in by_grid(matrices).items():
+            if self.is_packed:
+                self.groups[grid] = grid_groups(grid, reader.candidates)
+            counters = counters_of(grid)
+            self._serials[grid] = counters.optimizers
+            counters.optimizers += 1
+            if is_lasting:
+                # The next optimizer's owners start where those of this one stop.
+                counters.first_owner += len(members)
 
-        restarted = inherit_momentum(replaced, states)
-        restarted += fit_momentum(self.params, states)
-        self._warn_about_restarted(restarted)
+    def _assigned(
+        self, matrices: Sequence[Matrix]
+    ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]]:
+        """The owner of each matrix, and the parameters of each owner."""
+        if self.reader is not None:
+            describe_state(self.reader, self.config.state)
+        if not self.is_packed or not is_from_factory(self.config, "assign"):
+            from .functions import call_assign_fn, check_stacks
+
+            if self.reader is not None and not self.is_packed:
+                check_stacks(self.params, matrices)
+            if self.reader is None or not is_from_factory(self.config, "assign"):
+                return call_assign_fn(self, matrices)
+        return choose_owners(len(self.params), matrices)
+
+    def _meetings(
+        self, reader: Reader, before: set[Tensor], device_type: str
+    ) -> list[Meeting]:
+        """The ranks that share parameters with this one, and what they compare of each."""
+        config = self.config
+        of_config = {
+            # Before the device, which follows from it.
+            "functions of your own": str(users_functions(config)),
+            "device": device_type,
+            "prefetch_count": str(config.prefetch_count),
+            "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
+        }
+        owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
+        options: dict[int, dict[str, str]] = {}
+        signatures: dict[Any, list[Signature]] = {}
+        groups: dict[Any, Sequence[Any]] = {}
+        for fact in reader.facts:
+            param = self.params[fact.index]
+            if param.param_group not in options:
+                options[param.param_group] = param.formulas.option_texts() | of_config
+            fields = {
+                "name": fact.fields["name"],
+                # Before the shape, which follows from it.
+                "split": options[param.param_group]["split"],
+                "shape": fact.fields["shape"],
+                "dtype": str(param.tensor.dtype),
+                "grad_dtype": str(param.traits.momentum_dtype),
+                **fact.fields,
+                "requires_grad": str(not param.frozen),
+                "replaced": str(param.tensor not in before),
+                **options[param.param_group],
+            }
+            _, flatten = param.form
+            if param.tensor.ndim <= 2 or flatten:
+                # Ranks may hold different matrices of a stack.
+                fields["owner"] = str(owner_of.get(fact.index))
+            signature = Signature(fact.described, tuple(fields.items()))
+            signatures.setdefault(fact.ranks, []).append(signature)
+            groups.setdefault(fact.ranks, fact.groups)
+        meetings: list[Meeting] = []
+        for ranks, of_ranks in signatures.items():
+            if len(ranks) > 1:
+                several = [group for group in groups[ranks] if group.size() > 1]
+                meetings.append(Meeting(ranks, several, of_ranks))
+        return meetings
+
+    def _connect(self, device_index: int | None) -> None:
+        """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
+        several = [
+            group for of_grid in self.groups.values() for group in of_grid.several
+        ]
+        runner = self._make_runner()
+        with torch.accelerator.device_index(device_index), raising_everywhere(several):
+            runner.reserve(self.config.prefetch_count)
+        runner.connect()
 
     def _in_common_order(self) -> list[Param]:
         """The parameters in the order of all ranks: experts last, by their ids."""
@@ -151,26 +267,14 @@ class Engine:
         return [param for _, param in sorted(by_expert, key=lambda pair: pair[0])]
 
     @property
-    def schedule(self) -> Schedule:
-        return self.plan.schedule
-
-    @property
-    def assignments(self) -> Mapping[int, Sequence[int]]:
-        return self.plan.assignments
-
-    @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
-        """(Parameter index, matrix in it) -> the global rank that owns it, or its first block."""
+        """(Parameter index, matrix in it) -> the global rank that owns it. The parts of a fused weight are matrices."""
         owners: dict[tuple[int, int], int] = {}
-        for layout, owner in zip(self.schedule.layouts, self.schedule.owners):
-            key = layout.key
-            owners.setdefault((key.index, key.sub), owner)
+        for matrix, owner in zip(self.plan.matrices, self.plan.owners):
+            parts = max(1, len(matrix.split.sizes))
+            for part in range(parts):
+                owners[matrix.index, matrix.sub * parts + part] = owner
         return owners
-
-    @property
-    def groups(self) -> Mapping[Ranks, dist.ProcessGroup | None]:
-        """The process group of each set of ranks that this rank exchanges with; None for this rank alone."""
-        return self.agreement.groups
 
     @property
     def rank(self) -> int:
@@ -184,37 +288,32 @@ class Engine:
         return self.config.state.get("world_size", world_size)
 
     @property
-    def _setting(self) -> Setting:
-        return Setting(
-            self.config, self.params, self.reader, self.rank, self.world_size
-        )
-
-    @property
     def device(self) -> torch.device:
         """The device of the communication buffers."""
-        return self._setting.device
+        groups = () if self.reader is None else self.reader.candidates
+        return device_of([param.tensor for param in self.params], groups)
 
     @property
     def is_packed(self) -> bool:
         """Whether both functions that move data are the factory's."""
-        return self._setting.is_packed
+        return self.reader is not None and not users_functions(self.config)
 
     @property
     def speaks(self) -> bool:
         """Whether this rank logs and warns for those that share matrices with it."""
-        layouts = self.schedule.layouts
-        return self.rank == min((l.holders[0] for l in layouts), default=0)
+        matrices = self.plan.matrices
+        return self.rank == min((m.layout.ranks[0] for m in matrices), default=0)
 
     def _make_runner(self) -> Any:
-        """The step of this engine. The first call makes it, and takes its memory."""
+        """The step of this engine. The first call makes it."""
         if self._runner is None and self.is_packed:
             self._runner = PackedStep(
-                self.schedule,
+                self.plan,
                 self.params,
-                self.agreement,
-                rank=self.rank,
-                device=self.device,
-                prefetch_count=self.config.prefetch_count,
+                self.groups,
+                self._serials,
+                self.rank,
+                self.device,
             )
         elif self._runner is None:
             from .functions import FunctionStep
@@ -241,23 +340,16 @@ class Engine:
         """Tells the ranks that share matrices in ``step()`` that parameters have changed since this engine was built. Raises
         RuntimeError unless they have changed on all of these ranks.
         """
-        if not self.is_packed:
-            return
-        self.synchronize()
-        if isinstance(self._runner, PackedStep):
-            channel = self._runner.side_channel
-        else:
-            matrices = matrices_of(self.schedule, self.params, self.rank)
-            channel = side_channel([*matrices.values()], self.agreement, self.device)
-        difference = channel.share(self.steps, None, has_changed=True)
-        if difference:
-            raise RuntimeError(difference)
+        if self.is_packed:
+            self.synchronize()
+            channel = self._make_runner().side_channel
+            difference = channel.share(self.steps, None, has_changed=True)
+            if difference:
+                raise RuntimeError(difference)
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
-        from .changes import inherit_momentum, take_places
-
-        replaced = take_places(self._lineage, params)
+        replaced = self._lineage.take_places(params)
         self._warn_about_restarted(inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
@@ -294,22 +386,19 @@ class Engine:
         # way, unless all ranks wait for them and hear of the problem.
         others_may_go_on = False
         try:
-            runner = self._runner or self._make_runner()
+            runner = self._make_runner()
             try:
-                options = self._checked_options(formulas)
+                self._check_options(formulas)
+                inputs = StepInputs(self.rank, formulas, self.ordered, states, grads)
             except Exception:
                 runner.share_statuses(self.steps, None)
                 raise
-            inputs = StepInputs(formulas, self.ordered, states, grads)
             others_may_go_on = True
             difference = runner.share_statuses(self.steps, inputs)
             problem = "; ".join(inputs.problems) or difference
             if difference or (problem and runner.awaits_statuses):
                 others_may_go_on = False
                 raise RuntimeError(problem)
-            if options != self._bound_options:
-                runner.bind(dict(enumerate(formulas)))
-                self._bound_options = options
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
                 runner.run(inputs)
@@ -323,10 +412,8 @@ class Engine:
             raise
         return inputs.without_gradient
 
-    def _checked_options(self, formulas: Sequence[Any]) -> list[tuple]:
-        """The options of each parameter group that decide how matrices are made and batched. Raises an error if the
-        config, an option or a parameter does not allow a step.
-        """
+    def _check_options(self, formulas: Sequence[Any]) -> None:
+        """Raises an error if the config, an option or a parameter does not allow a step."""
         config = self._config_of_user
         before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
@@ -338,13 +425,13 @@ class Engine:
         for group in formulas:
             group.check()
         options = [(group.form, group.compute_key) for group in formulas]
-        if options == self._bound_options:
-            return options
-        _check_forms(self.params, formulas)
-        refusal = _refusal(self.params, bool(self.agreement.serials))
-        if refusal:
-            raise RuntimeError(refusal)
-        return options
+        if options != self._options:
+            _check_forms(self.params, formulas)
+            has_others = any(groups.several for groups in self.groups.values())
+            refusal = _refusal(self.params, has_others)
+            if refusal:
+                raise RuntimeError(refusal)
+            self._options = options
 
     def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
         """Records the failure. If parameters may have moved on some ranks only, this optimizer does not go on."""
@@ -414,3 +501,26 @@ def _check_forms(params: Sequence[Param], formulas: Sequence[Any]) -> None:
             raise ValueError(
                 f"split or flatten of {param.described} was {param.form}, and is now {form}: set it back, or build a new Muon"
             )
+
+
+def step_once(
+    config: DistributedConfig,
+    formulas: Any,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    bufs: Sequence[Tensor],
+) -> None:
+    """One step of the functional form, with an engine for this call."""
+    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
+    for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
+        # A step would replace a buffer that does not fit, and the caller would not see its new values.
+        if not fits(param.tensor, buf, param.grad_dtype):
+            raise ValueError(
+                f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
+            )
+    new = ({"momentum_buffer": buf} for buf in bufs)
+    states: dict[Tensor, Any] = dict(zip(params, new, strict=True))
+    takes_stacks = any(p.ndim > 2 for p in params)
+    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
+    engine.step([formulas], states, grads)
+    engine.synchronize()

@@ -1,7 +1,5 @@
-"""A step through functions that the user replaced.
-
-A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each parameter
-is then a bucket of its own, whose exchange calls these functions.
+"""A step through functions that the user replaced: ``gather_fn`` or ``redistribute_fn``, or a config from scratch. It goes
+from parameter to parameter, without buckets and statuses.
 """
 
 import itertools
@@ -17,116 +15,88 @@ from torch import Tensor
 
 from .._muon_formulas import _adjust_lr
 from .._newton_schulz import NS_DTYPE
-from .config import DistributedConfig
-from .config_functions import LAYOUTS, lent, READER, STEP
-from .layouts.layout import Layout, matrix_shape
-from .layouts.local import is_dtensor, like_param, local_part, takes_update
-from .runtime.executor import Executor, Progress
-from .runtime.memory import Memory
-from .runtime.params import Param, StepInputs
-from .runtime.transport import InFlight
-from .schedule.assignments import owners_of
-from .schedule.order import local_order, LocalWork, step_order
+from .factory import lent, MATRICES, READER, STEP
+from .local import is_dtensor, like_param, local_part, takes_update
+from .params import Param, StepInputs
+from .process_groups import listed, spanning_group
+from .regions import Matrix, matrix_shape
+from .step import Progress
 
 
-def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
+def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
     """Raises ValueError if ranks may hold different matrices of a parameter, and call functions in different orders."""
-    counts = Counter(layout.key.index for layout in layouts)
-    for index, param in enumerate(params):
+    counts = Counter(matrix.index for matrix in matrices)
+    for param in params:
         shape = param.tensor.shape
+        _, flatten = param.form
         expected = math.prod(shape[:-2])
-        split, flatten = param.form
-        if split.sizes:
-            expected *= len(split.sizes)
-        if counts[index] != expected and not (flatten and len(shape) > 2):
+        if counts[param.index] != expected and not (flatten and len(shape) > 2):
             raise ValueError(
-                f"{param.described} holds {counts[index]} matrices here, which your own functions cannot tell apart; "
+                f"{param.described} holds {counts[param.index]} matrices here, which your own functions cannot tell apart; "
                 "leave gather_fn and redistribute_fn as the factory made them"
             )
 
 
 def call_assign_fn(
-    config: DistributedConfig,
-    params: Sequence[Param],
-    layouts: Sequence[Layout],
-    ranks: Mapping[str, int],
-    world_size: int,
+    engine: Any, matrices: Sequence[Matrix]
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """What the user's ``assign_fn`` returns, as :func:`choose_owners` returns it. Its ``state`` has ``ranks`` meanwhile."""
-    tensors = [param.tensor for param in params]
-    with lent(config.state, {LAYOUTS: layouts, **ranks}):
-        assignments = config.assign_fn(tensors, config.state)
-    described = [param.described for param in params]
-    owners = owners_of(assignments, layouts, described, world_size)
+    """The owner of each matrix, and the parameters of each owner, as the user's ``assign_fn`` says. Raises AssertionError
+    unless each index has one rank, ValueError if that lacks a piece.
+    """
+    config, params = engine.config, engine.params
+    entries: dict[str, Any] = {MATRICES: matrices}
+    if engine.reader is not None:
+        entries |= {"rank": engine.rank, "world_size": engine.world_size}
+    with lent(config.state, entries):
+        assignments = config.assign_fn([p.tensor for p in params], config.state)
+    if not isinstance(assignments, Mapping):
+        raise TypeError(
+            f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
+        )
+    rank_of: dict[int, int] = {}
+    counts: Counter[int] = Counter()
+    for rank, indices in assignments.items():
+        if not 0 <= rank < engine.world_size:
+            raise ValueError(
+                f"assign_fn names rank {rank}, but the ranks are 0 to {engine.world_size - 1}"
+            )
+        rank_of.update(dict.fromkeys(indices, rank))
+        counts.update(indices)
+    _check_counts(counts, [param.described for param in params])
+    owners: list[int] = []
+    for matrix in matrices:
+        owner, ranks = rank_of[matrix.index], matrix.layout.ranks
+        if owner not in ranks:
+            raise ValueError(
+                f"assign_fn gives {matrix.described} to rank {owner}, which holds no piece of it; ranks {list(ranks)} do"
+            )
+        owners.append(owner)
     return owners, {rank: list(owned) for rank, owned in assignments.items()}
 
 
-class FunctionExchange(InFlight):
-    """The exchange of one parameter by the functions of a ``step``, in place of a packed bucket. It holds this rank's
-    tensors from one operation to the next.
-    """
-
-    def __init__(self, step: "FunctionStep", param: Param) -> None:
-        super().__init__([param], ())
-        self.name = param.described
-        self.param = param
-        self.owner = step.owners.get(param.key.index, step.rank)
-        self._step = step
-        self.relays = ()
-        # This rank's piece of the tensor to orthogonalize, and then of the update.
-        self.piece: Any = None
-        # The shape of this rank's part of the parameter.
-        self.local_shape: tuple[int, ...] = ()
-        # What ``gather_fn`` returned, and the update of this shape.
-        self.whole: Any = None
-        self.update: Tensor | None = None
-
-    def start_gather(self) -> None:
-        self.whole = self._call("gather_fn", self.piece)
-        self.piece = None
-        if self.whole is not None and not isinstance(self.whole, Tensor):
-            kind = type(self.whole).__name__
-            raise RuntimeError(
-                f"gather_fn returned a {kind} for {self.param.described}: return the whole matrix, or None"
-            )
-        if self.whole is None and self.owner == self._step.rank:
-            raise RuntimeError(
-                f"gather_fn returned None for {self.param.described} on its owner, which needs the whole matrix"
-            )
-        split, flatten = self.param.form
-        if self.whole is not None and split.sizes:
-            problem = split.problem_with(matrix_shape(self.whole.shape, flatten))
-            if problem:
-                raise ValueError(f"{self.param.described}, as gathered: {problem}")
-
-    def start_scatter(self) -> None:
-        self.piece = self._call("redistribute_fn", self.update)
-        # Here, before anything of it or of later parameters moves.
-        self.piece = self._step.checked_piece(self)
-
-    def holds_parts(self, shape: Sequence[int]) -> bool:
-        """Whether this rank has the whole parameter of this ``shape``, so that a split weight cuts it."""
-        split, flatten = self.param.form
-        if not split.sizes or self.local_shape != tuple(shape):
-            return False
-        return not split.problem_with(matrix_shape(shape, flatten))
-
-    def clear(self) -> None:
-        self.piece = self.whole = self.update = None
-
-    def _call(self, function: str, tensor: Tensor | None) -> Any:
-        self._step.progress.now = function, self.matrices
-        config, index = self._step.config, self.param.key.index
-        config.state["current_param_idx"] = index
-        config.state["current_owner"] = self.owner
-        return getattr(config, function)(tensor, self.owner, config.state)
+def _check_counts(counts: Counter[int], described: Sequence[str]) -> None:
+    """Raises AssertionError unless each parameter, of which ``described`` has the text, was assigned once."""
+    indices = range(len(described))
+    wrong = {
+        "unknown": sorted(counts.keys() - indices),
+        "missing": sorted(indices - counts.keys()),
+        "assigned more than once": [index for index in indices if counts[index] > 1],
+    }
+    problems: list[str] = []
+    for verb, wrong_indices in wrong.items():
+        if wrong_indices:
+            known = [described[index] for index in wrong_indices if index in indices]
+            problems.append(f"{verb} {wrong_indices}: {listed(known)}")
+    if problems:
+        raise AssertionError(
+            f"assign_fn must give each of parameters 0 to {len(described) - 1} to exactly one rank; {'; '.join(problems)}"
+        )
 
 
 class FunctionStep:
-    """Makes steps by calling ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter: it is both the
-    step of an engine and the ``compute`` of its executor. Each rank
-    makes the same calls: a parameter without a gradient brings a zero piece, and its update is not applied.
-    Ranks that share parameters go through them in one order: ascending, but experts last and by their ids.
+    """Makes steps by calling ``gather_fn`` and ``redistribute_fn`` of the config for every parameter. Each rank makes the
+    same calls: a parameter without a gradient brings a zero piece, and its update is not applied. Ranks that share
+    parameters go through them in one order: ascending, but experts last and by their ids.
     """
 
     # There are no statuses to read.
@@ -134,38 +104,22 @@ class FunctionStep:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
-        self.device = engine.device if engine.reader is not None else None
-        # By parameter index. Without a reader, there are no layouts.
-        self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
-        self.layouts: dict[int, list[Layout]] = defaultdict(list)
-        for layout in engine.schedule.layouts:
-            self.layouts[layout.key.index].append(layout)
         self.progress = Progress()
         # Whether this rank raises its own problem before all calls. It raises that of a gradient after them, because
         # the other ranks wait for them.
         self.awaits_statuses = False
-        self._exchanges: list[FunctionExchange] = []
-        self._executor = self._make_executor()
-
-    def _make_executor(self) -> Executor:
-        """Each parameter is a bucket. Ranks of a group may also hold other parameters, so each group prefetches its
-        own.
-        """
-        groups: list[Any] = []
-        work_of: dict[int, LocalWork] = {}
-        for param in self.engine.ordered:
-            layouts = self.layouts[param.key.index]
-            if param.frozen or (not layouts and self.engine.reader is not None):
-                continue
-            exchange = FunctionExchange(self, param)
-            self._exchanges.append(exchange)
-            work_of[len(groups)] = LocalWork(exchange, batches=[None])
-            groups.append(layouts[0].holders if layouts else None)
-        order = step_order(groups, self.config.prefetch_count)
-        operations = local_order(order, groups, work_of)
-        # The functions have memory of their own.
-        memory = Memory(torch.device("cpu"))
-        return Executor(operations, self, memory, self.progress)
+        # By parameter index. Without a reader, there are no matrices.
+        self._owners: dict[int, int] = {}
+        for rank, owned in engine.assignments.items():
+            self._owners.update(dict.fromkeys(owned, rank))
+        self._matrices: dict[int, list[Matrix]] = defaultdict(list)
+        for matrix in engine.plan.matrices:
+            self._matrices[matrix.index].append(matrix)
+        self._params: list[Param] = []
+        for param in engine.ordered:
+            is_known = bool(self._matrices[param.index]) or engine.reader is None
+            if is_known and not param.frozen:
+                self._params.append(param)
 
     @property
     def where(self) -> str:
@@ -181,34 +135,64 @@ class FunctionStep:
     def mismatch(self) -> str:
         return ""
 
-    def bind(self, formulas: Mapping[int, Any]) -> None:
-        """Has no batches, which depend on options."""
-
     def drain(self) -> None:
         """Has nothing in flight: the functions return when they have finished."""
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
-        reader = self.engine.reader
+        engine = self.engine
         inputs.place(self.progress)
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
-        if reader is not None:
-            ranks = {"rank": self.rank, "world_size": self.engine.world_size}
-            entries = {**entries, **ranks, READER: reader}
-        try:
-            with lent(self.config.state, entries):
-                self._executor.run(inputs)
-        finally:
-            # After an error, too, nothing here refers to whole matrices.
-            for exchange in self._exchanges:
-                exchange.clear()
+        if engine.reader is not None:
+            ranks = {"rank": self.rank, "world_size": engine.world_size}
+            entries = {**entries, **ranks, READER: engine.reader}
+        # Parameter index -> what ``gather_fn`` returned.
+        gathered: dict[int, Any] = {}
+        with lent(self.config.state, entries):
+            for param in self._order():
+                if param.index in gathered:
+                    whole = gathered.pop(param.index)
+                    self._redistribute_and_apply(param, whole, inputs)
+                else:
+                    gathered[param.index] = self._gather(param, inputs)
         self.progress.now = "", ()
 
-    def prepare(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
-        """Accumulates the gradient, and makes this rank's piece: zeros without a gradient."""
-        param, of_param = bucket.param, inputs.params[bucket.param.key.index]
+    def _order(self) -> list[Param]:
+        """Each parameter twice: where it is gathered, and where its update is. Ranks of a group may also hold other
+        parameters, so each group of ranks prefetches its own.
+        """
+        ahead = self.config.prefetch_count + 1
+        waiting: dict[Any, list[Param]] = {}
+        for param in self._params:
+            waiting.setdefault(self._ranks(param), []).append(param)
+        order: list[Param] = []
+        for params in waiting.values():
+            order += params[:ahead]
+            del params[:ahead]
+        for param in self._params:
+            following = waiting[self._ranks(param)]
+            order += [param, *following[:1]]
+            del following[:1]
+        return order
+
+    def _ranks(self, param: Param) -> Any:
+        matrices = self._matrices[param.index]
+        return matrices[0].layout.ranks if matrices else None
+
+    def _call(self, function: str, param: Param, tensor: Tensor | None) -> Any:
+        self.progress.now = function, [param]
+        state, owner = self.config.state, self._owner_of(param)
+        state["current_param_idx"], state["current_owner"] = param.index, owner
+        return getattr(self.config, function)(tensor, owner, state)
+
+    def _owner_of(self, param: Param) -> int:
+        return self._owners.get(param.index, self.rank)
+
+    def _gather(self, param: Param, inputs: StepInputs) -> Any:
+        """Accumulates the gradient, and gives ``gather_fn`` this rank's piece: zeros without a gradient."""
         self.progress.now = "accumulate", [param]
-        inputs.accumulate(param.param_group, [param.key.index])
+        inputs.accumulate([param.index])
+        of_param = inputs.params[param.index]
         momentum, gradient = of_param.momentum, of_param.gradient
         if param.is_sum and of_param.user_gradient is not None:
             # The sum was made already. One contribution has it.
@@ -221,69 +205,80 @@ class FunctionStep:
             (piece,) = inputs.formulas[param.param_group].blend([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
-        bucket.piece = like_param(param.tensor, piece)
-        bucket.local_shape = tuple(of_param.local.shape)
+        whole = self._call("gather_fn", param, like_param(param.tensor, piece))
+        if whole is not None and not isinstance(whole, Tensor):
+            raise RuntimeError(
+                f"gather_fn returned a {type(whole).__name__} for {param.described}: return the whole matrix, or None"
+            )
+        if whole is None and self._owner_of(param) == self.rank:
+            raise RuntimeError(
+                f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
+            )
+        split, flatten = param.form
+        if whole is not None and split.sizes:
+            problem = split.problem_with(matrix_shape(whole.shape, flatten))
+            if problem:
+                raise ValueError(f"{param.described}, as gathered: {problem}")
+        return whole
 
-    def compute(
-        self, bucket: FunctionExchange, batch: None, inputs: StepInputs
+    def _redistribute_and_apply(
+        self, param: Param, whole: Tensor | None, inputs: StepInputs
     ) -> None:
-        """Makes the update of the gathered shape: on its owner orthogonalized, elsewhere zeros, or None."""
-        whole, param = bucket.whole, bucket.param
-        if whole is None:
-            return
-        self.progress.now = "orthogonalize", [param]
+        update = None
+        if whole is not None:
+            self.progress.now = "orthogonalize", [param]
+            update = self._update_of(param, whole, inputs)
+        piece = self._call("redistribute_fn", param, update)
+        # Here, before anything of it or of later parameters moves.
+        piece = self._checked(piece, param, update, inputs)
+        of_param = inputs.params[param.index]
+        if of_param.user_gradient is not None and not of_param.problem:
+            self.progress.now = "apply", [param]
+            shape = None
+            if not self._matrices[param.index]:
+                shape = self._whole_shape(param, whole)
+            self._apply(param, shape, piece, inputs)
+
+    def _update_of(self, param: Param, whole: Tensor, inputs: StepInputs) -> Tensor:
+        """The update of the gathered shape: on its owner orthogonalized, elsewhere zeros."""
+        if self._owner_of(param) != self.rank:
+            return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
         formulas = inputs.formulas[param.param_group]
-        if bucket.owner != self.rank:
-            bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
-            return
         # Some versions gather uneven shards into a view of padded memory.
         whole = local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         results = formulas.matrices_in(update)
         for matrix, result in zip(formulas.matrices_in(whole), results):
             result.copy_(formulas.update_of(matrix))
-        if not self.layouts[param.key.index] and not bucket.holds_parts(whole.shape):
+        local = inputs.params[param.index].local
+        if not self._matrices[param.index] and not _holds_parts(param, local, whole):
             # No rank knows which part a line of its piece is from. So the pieces have one learning rate, that of the
             # first part, and the update has what the other parts differ by.
             split, flatten = param.form
-            scales = [
-                _adjust_lr(1.0, formulas.adjust_lr_fn, shape)
-                for shape in split.shapes_of_parts(matrix_shape(whole.shape, flatten))
-            ]
+            shapes = split.shapes_of_parts(matrix_shape(whole.shape, flatten))
+            scales = [_adjust_lr(1.0, formulas.adjust_lr_fn, shape) for shape in shapes]
             for result, scale in zip(results, itertools.cycle(scales)):
                 if scale != scales[0]:
                     result.mul_(scale / scales[0])
-        bucket.update = update
+        return update
 
-    def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
-        """Applies this rank's piece of the update."""
-        param, of_param = bucket.param, inputs.params[bucket.param.key.index]
-        if of_param.user_gradient is not None and not of_param.problem:
-            self.progress.now = "apply", [param]
-            self._apply(bucket, bucket.piece, inputs)
-        # The next parameters need the memory.
-        bucket.clear()
-
-    def apply_relayed(
-        self, bucket: FunctionExchange, relay: Any, inputs: StepInputs
-    ) -> None:
-        """There are no relays to apply."""
-
-    def checked_piece(self, bucket: FunctionExchange) -> Tensor:
+    def _checked(
+        self, piece: Any, param: Param, update: Tensor | None, inputs: StepInputs
+    ) -> Tensor:
         """This rank's piece of the update as a plain tensor. Raises RuntimeError if ``redistribute_fn`` returned something
         else.
         """
-        piece, update, param = bucket.piece, bucket.update, bucket.param
+        owner = self._owner_of(param)
         # Only once, because reading a value waits for an accelerator.
         is_same = piece is update and self.engine.steps == 1
-        if is_same and update is not None and bucket.owner != self.rank:
-            if not update.any():
-                warnings.warn(
-                    f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
-                    f"owner, rank {bucket.owner}, updates it, so replicas diverge: broadcast the update",
-                    stacklevel=2,
-                )
-        kind, shape = type(piece).__name__, bucket.local_shape
+        if is_same and update is not None and owner != self.rank and not update.any():
+            warnings.warn(
+                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
+                f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
+                stacklevel=2,
+            )
+        kind = type(piece).__name__
+        shape = tuple(inputs.params[param.index].local.shape)
         if isinstance(piece, Tensor):
             piece = local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
@@ -294,8 +289,8 @@ class FunctionStep:
         return piece
 
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
-        """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
-        owner, param = self.owners[index], self.engine.params[index]
+        """The owner's ``update`` of ``shape`` on every rank that shares it, for a factory's ``redistribute_fn``."""
+        owner, param = self._owners[index], self.engine.params[index]
         local = local_part(param.tensor)
         if update is None or update.shape != shape:
             if owner == self.rank:
@@ -303,45 +298,52 @@ class FunctionStep:
                 text = f"redistribute_fn was given {given} for {param.described}"
                 raise RuntimeError(f"{text} on its owner")
             update = local.new_empty(shape, dtype=NS_DTYPE)
-        group = self.engine.groups[self.layouts[index][0].holders]
+        ranks = self._matrices[index][0].layout.ranks
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
-        update = update.to(self.device, NS_DTYPE).contiguous()
-        if group is not None:
+        update = update.to(self.engine.device, NS_DTYPE).contiguous()
+        if len(ranks) > 1:
+            group = spanning_group(ranks, self.engine.reader.candidates)
             dist.broadcast(update, owner, group=group)
         return update
 
     def _apply(
-        self, bucket: FunctionExchange, update: Tensor, inputs: StepInputs
+        self,
+        param: Param,
+        shape: Sequence[int] | None,
+        update: Tensor,
+        inputs: StepInputs,
     ) -> None:
-        """Applies this rank's piece of the update, of the parameter's local shape."""
-        param = bucket.param
-        local_param = inputs.params[param.key.index].local
-        if not local_param.numel():
+        """Applies this rank's piece of the update, of the parameter's local shape. Without matrices of a reader, the whole
+        ``shape`` scales the learning rate.
+        """
+        local = inputs.params[param.index].local
+        if not local.numel():
             # The learning rate of a matrix without columns cannot be scaled.
             return
-        update = update.to(local_param.device).contiguous()
+        update = update.to(local.device).contiguous()
         formulas = inputs.formulas[param.param_group]
-        layouts = self.layouts[param.key.index]
-        for layout in layouts:
-            for region in layout.shards.of(self.rank):
-                local, part = region.of_local(local_param), region.of_local(update)
-                inputs.apply(param.param_group, layout.shape, [local], [part])
-        if not layouts:
+        pieces: list[tuple[Sequence[int], Tensor, Tensor]] = []
+        for matrix in self._matrices[param.index]:
+            for region in matrix.layout.regions_of(self.rank):
+                views = region.of_local(local), region.of_local(update)
+                pieces += inputs.pieces(matrix, region[:2], *views)
+        if shape is not None:
             split, flatten = param.form
-            shape = self._global_shape(bucket)
             shapes = split.shapes_of_parts(matrix_shape(shape, flatten))
-            pieces, updates = [local_param], [update]
-            if bucket.holds_parts(shape):
-                pieces = formulas.matrices_in(local_param)
+            locals_, updates = [local], [update]
+            if _holds_parts(param, local, shape):
+                locals_ = formulas.matrices_in(local)
                 updates = formulas.matrices_in(update)
-            for piece, part, of_part in zip(pieces, updates, itertools.cycle(shapes)):
-                inputs.apply(param.param_group, of_part, [piece], [part])
+            pieces += zip(itertools.cycle(shapes), locals_, updates)
+        for of_part, part, of_update in pieces:
+            step_size = formulas.step_size(of_part, part.device)
+            formulas.apply([part], [of_update], step_size)
 
-    def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
+    def _whole_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
-        if bucket.whole is not None:
-            return bucket.whole.shape
-        param, index = bucket.param, bucket.param.key.index
+        if whole is not None:
+            return whole.shape
+        index = param.index
         shapes = self.config.state.get("global_shapes", {})
         if index not in shapes and not is_dtensor(param.tensor):
             warnings.warn(
@@ -350,3 +352,12 @@ class FunctionStep:
                 stacklevel=2,
             )
         return shapes.get(index, param.tensor.shape)
+
+
+def _holds_parts(param: Param, local: Tensor, whole: Any) -> bool:
+    """Whether this rank has the ``whole`` parameter, or one of this shape, so that a split weight cuts it."""
+    shape = tuple(whole.shape if isinstance(whole, Tensor) else whole)
+    split, flatten = param.form
+    if not split.sizes or tuple(local.shape) != shape:
+        return False
+    return not split.problem_with(matrix_shape(shape, flatten))

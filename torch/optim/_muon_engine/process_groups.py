@@ -1,11 +1,11 @@
-"""Process groups: the one over a matrix's holders, and what ranks know of theirs."""
+"""Process groups: those of a matrix's rows and columns of ranks, and what ranks know of theirs."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,15 +118,15 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class Counters:
-    """The serial number of the next optimizer over some ranks, and the place where its owners start."""
+    """The number of the next optimizer over a grid of ranks, and the place where its owners start."""
 
     optimizers: int = 0
     first_owner: int = 0
 
 
-def counters_of(ranks: Ranks) -> Counters:
-    """The counters that all optimizers over ``ranks`` share. The first call makes them."""
-    return of_world("counters").setdefault(ranks, Counters())
+def counters_of(grid: tuple[Ranks, ...]) -> Counters:
+    """The counters that all optimizers over ``grid`` share. The first call makes them."""
+    return of_world("counters").setdefault(grid, Counters())
 
 
 def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
@@ -139,6 +139,42 @@ def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
             if timeout is not None:
                 timeouts.append(timeout)
     return max(timeouts, default=None)
+
+
+class GridGroups(NamedTuple):
+    """The groups of a grid in which this rank is: its row and its column; None for this rank alone."""
+
+    row: ProcessGroup | None
+    column: ProcessGroup | None
+
+    @property
+    def several(self) -> list[ProcessGroup]:
+        """Those that there are. A reduction along both is a reduction over the grid."""
+        return [group for group in self if group is not None]
+
+
+def grid_groups(
+    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup]
+) -> GridGroups:
+    """The groups of this rank's row and column: those of ``candidates`` that have these ranks, or new ones. All ranks of
+    the grid must make this call, and in one order of grids.
+    """
+    rank = process_rank()
+    all_ranks = {rank for of_replica in grid for rank in of_replica}
+    inside = [group for group in candidates if {*group_ranks(group)} <= all_ranks]
+    if not inside:
+        # Some ranks of a group may share an expert.
+        inside = [group for group in candidates if all_ranks <= {*group_ranks(group)}]
+    (row,) = [of_replica for of_replica in grid if rank in of_replica]
+    shard = row.index(rank)
+    column = tuple(of_replica[shard] for of_replica in grid)
+    groups: list[ProcessGroup | None] = []
+    for ranks, shared in (row, "shards"), (column, "replicas"):
+        group = None
+        if len(ranks) > 1:
+            group = spanning_group(tuple(sorted(ranks)), inside, shared)
+        groups.append(group)
+    return GridGroups(*groups)
 
 
 def current_device(kind: str) -> torch.device:
@@ -158,6 +194,6 @@ def is_dry_run() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def short_name(ranks: Ranks) -> str:
-    """A name of a set of ranks, of one length."""
+def short_name(ranks: Any) -> str:
+    """A name of an arrangement of ranks, of one length."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._muon_engine.layouts import fsdp1, fsdp2
+from .._muon_engine import fsdp1, fsdp2
 from .._muon_engine.process_groups import listed, process_rank
 from .._muon_split import Split
 from .layers import EMBEDDING, reasons_by_layer, unwrapped

@@ -318,19 +318,11 @@ def as_on_an_accelerator(optimizer):
     the gradients of a bucket together. The buffers are on the CPU.
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
-    runner.binder.device = device
+    runner.device = device
     for statuses in runner.side_channel.statuses:
         statuses.device = device
         # Only the first step waits for its statuses.
         statuses.awaits = optimizer._engine.steps == 0
-    runner.binder.is_cpu = False
-    bind_again(optimizer)
-
-
-def bind_again(optimizer):
-    """The next step binds its lists again, as if an option had changed."""
-    engine = optimizer._engine
-    engine._bound_options = engine._make_runner()._compute_keys = None
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -115,11 +115,9 @@ OTHER = {
     "lr": 0.7,
     "weight_decay": 0.7,
     "momentum": 0.7,
-    "nesterov": 2,
     "ns_coefficients": (3.0, -4.0, 2.0),
     "ns_steps": 7,
     "eps": 0.7,
-    "adjust_lr_fn": "other",
     "ns_algorithm": "symmetric",
 }
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.schedule import buckets, relays
+from torch.optim._muon_engine import plan as engine_plan
 from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.fuzz_matrices import (
     control_group,
@@ -49,10 +49,8 @@ class Player:
         """The problems of the first event that has some, on all ranks; none if all events are right."""
         limits = dict(self.plan.limits)
         is_late = limits.pop("late", None) == self.rank
-        relay_bytes = limits.pop("RELAY_BYTES", 2**20)
         with (
-            mock.patch.object(relays, "RELAY_BYTES", relay_bytes),
-            mock.patch.multiple(buckets, **limits),
+            mock.patch.multiple(engine_plan, **limits),
             warnings.catch_warnings(record=True) as self.warned,
         ):
             warnings.simplefilter("ignore")

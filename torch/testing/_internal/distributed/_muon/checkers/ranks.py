@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine.schedule import buckets, relays
+from torch.optim._muon_engine import plan
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
@@ -71,7 +71,7 @@ class PlacedMatrices(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The matrices and the config of all ranks of a world, and the limits of the schedule."""
+    """The matrices and the config of all ranks of a world, and the limits of the plan."""
 
     world: int
     placed: tuple[PlacedMatrices, ...]
@@ -93,12 +93,7 @@ class Rank(contextlib.ExitStack):
         enter(alone(self.number, program.world))
         enter(mock.patch.object(_mesh_resources, "num_devices_per_host", lambda _: 8))
         for name, value in program.limits:
-            for module in (buckets, relays):
-                if name in vars(module):
-                    enter(mock.patch.object(module, name, value))
-                    break
-            else:
-                raise ValueError(f"the schedule has no limit {name}")
+            enter(mock.patch.object(plan, name, value))
         self.meshes: dict[Any, DeviceMesh] = {}
         for matrices in program.placed:
             self.make_mesh(matrices)

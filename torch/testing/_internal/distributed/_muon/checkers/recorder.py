@@ -79,6 +79,10 @@ class Call:
         what = name, str(read.dtype), read.numel(), self.source
         # The ranks of each pair must agree on this.
         self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
+        if name == "all_gather":
+            # Ranks may send other sizes than each other.
+            sizes = tuple(tensor.numel() for tensor in self.target)
+            self.said = dict.fromkeys(comm.ranks, (name, str(read.dtype), sizes))
         if name == "all_to_all_single":
             even = [read.numel() // len(comm.ranks)] * len(comm.ranks)
             sent = given["input_split_sizes"] or even

@@ -1,0 +1,205 @@
+# Owner(s): ["oncall: distributed"]
+"""The plan of the distributed Muon as the pure function that it is: all ranks played in one process."""
+
+import math
+import random
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch.optim._muon_engine import plan
+from torch.optim._muon_engine.plan import (
+    assign_owners,
+    cut_into_buckets,
+    make_plan,
+    order_of_operations,
+)
+from torch.optim._muon_engine.regions import Layout, Matrix, Region
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+# Of Llama 3 70B; of DeepSeek-V3, whose experts are an eighth.
+LLAMA = [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]
+ATTENTION = (1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)
+LARGE, EXPERT = ([(rows, 7168), (rows, 7168), (7168, rows)] for rows in (18432, 2048))
+DEEPSEEK = [*ATTENTION] * 61 + LARGE * 3 + [*EXPERT, (256, 7168)] * 58
+DEEPSEEK += EXPERT * 58 * 32
+
+
+def rows_of(shape, grid):
+    """A layout whose columns hold rows of a matrix, as FSDP cuts them."""
+    rows, columns = shape
+    step = math.ceil(rows / len(grid[0]))
+    shards = []
+    for start in range(0, step * len(grid[0]), step):
+        height = min(step, max(0, rows - start))
+        region = Region(start, 0, height, columns, 0, columns)
+        shards.append((region,) if height else ())
+    return Layout(grid, tuple(shards))
+
+
+def matrices_of(shapes, grid):
+    layouts = {shape: rows_of(shape, grid) for shape in set(shapes)}
+    return [
+        Matrix(index, shape, torch.float32, layouts[shape], "")
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def grid_of(replicas, shards, first=0):
+    return tuple(
+        tuple(range(first + row * shards, first + (row + 1) * shards))
+        for row in range(replicas)
+    )
+
+
+class TestOwners(TestCase):
+    def test_ties(self):
+        """They begin at a place of the grid, and rows come before ranks."""
+        for grid, start, expected in (
+            (grid_of(1, 3), 0, [0, 1]),
+            (grid_of(1, 3), 2, [2, 0]),
+            (grid_of(3, 1), 1, [1, 2]),
+            (grid_of(2, 2), 0, [0, 2]),
+            (grid_of(2, 2), 3, [3, 1]),
+        ):
+            with self.subTest(grid=grid, start=start):
+                matrices = matrices_of([(8, 8)] * 2, grid)
+                found = assign_owners(matrices, lambda grid, start=start: start)
+                self.assertEqual(found, expected)
+
+    def test_rows_own_equal_amounts(self):
+        grid = grid_of(4, 2)
+        matrices = matrices_of([(8, 8)] * 8, grid)
+        self.assertEqual(sorted(assign_owners(matrices)), list(range(8)))
+
+
+class TestOrder(TestCase):
+    def order(self, *counts_of_grids, prefetch=1, is_serial=False):
+        buckets = []
+        for grid, count in counts_of_grids:
+            buckets += [(grid, number) for number in range(count)]
+        operations = order_of_operations(buckets, prefetch, is_serial)
+        return " ".join(map(str, operations))
+
+    def test_order(self):
+        """Names begin with the phase: gather, compute, forward and apply."""
+        row, both = grid_of(1, 4), grid_of(2, 2)
+        for grids, prefetch, is_serial, expected in (
+            ([(row, 4)], 1, False, "G0 G1 C0 G2 C1 A0 G3 C2 A1 C3 A2 A3"),
+            ([(row, 3)], 0, False, "G0 C0 G1 C1 A0 G2 C2 A1 A2"),
+            ([(row, 2)], 0, True, "G0 C0 A0 G1 C1 A1"),
+            ([(row, 1)], 3, False, "G0 C0 A0"),
+            ([], 1, False, ""),
+            # With replicas of shards, the updates of a bucket travel along the column during the next one.
+            ([(both, 3)], 1, False, "G0 G1 C0 G2 C1 F0 C2 F1 A0 F2 A1 A2"),
+            ([(both, 2)], 0, True, "G0 C0 F0 A0 G1 C1 F1 A1"),
+            # Grids one after another, but for the first gathers and the last results.
+            (
+                [(row, 2), (both, 2)],
+                0,
+                False,
+                "G2 G0 C2 G3 C3 F2 C0 G1 C1 A0 F3 A2 A3 A1",
+            ),
+        ):
+            with self.subTest(grids=grids, prefetch=prefetch):
+                found = self.order(*grids, prefetch=prefetch, is_serial=is_serial)
+                self.assertEqual(found, expected)
+
+    def test_each_rank_runs_a_part_of_one_order(self):
+        """So no ranks wait for each other in a circle, whatever grids overlap."""
+        for seed in range(200):
+            draw = random.Random(seed)
+            buckets = []
+            for _ in range(draw.randint(1, 5)):
+                ranks = draw.sample(range(6), draw.choice((2, 2, 3, 4, 6)))
+                rows = draw.choice([n for n in (1, 2, 3) if len(ranks) % n == 0])
+                grid = tuple(tuple(ranks[row::rows]) for row in range(rows))
+                count = draw.randint(1, 5)
+                buckets += [(grid, number) for number in range(count)]
+            buckets = list(dict.fromkeys(buckets))
+            prefetch = draw.randint(0, 3)
+            every = [
+                (phase, *buckets[index])
+                for phase, index in order_of_operations(buckets, prefetch)
+            ]
+            for rank in range(6):
+                own = [b for b in buckets if any(rank in row for row in b[0])]
+                draw.shuffle(own)
+                found = [
+                    (phase, *own[index])
+                    for phase, index in order_of_operations(own, prefetch)
+                ]
+                expected = [operation for operation in every if operation[1:] in own]
+                with self.subTest(seed=seed, rank=rank):
+                    self.assertEqual(found, expected)
+
+
+class TestBuckets(TestCase):
+    def test_every_owner_works_in_every_bucket(self):
+        """Buckets, run sequentially, take hardly longer than the busiest owner's own work.
+
+        A matrix of 28672 x 8192 is above the bound of a bucket. One of 18432 x 7168 takes as long as 33
+        experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
+        """
+        for shapes, grid, most in (
+            (LLAMA * 80, grid_of(1, 64), 1.1),
+            (LLAMA * 80, grid_of(64, 256), 1.1),
+            (LLAMA * 80, grid_of(8, 8), 1.1),
+            # An eighth of the experts, over an eighth of 1,024 ranks. One pass over the owners does not pack
+            # them next to the large matrices quite as tightly.
+            (DEEPSEEK, grid_of(1, 128), 1.2),
+        ):
+            with self.subTest(ranks=len(grid) * len(grid[0])):
+                self.check(matrices_of(shapes, grid), most)
+
+    def check(self, matrices, most):
+        owners = assign_owners(matrices)
+        buckets = cut_into_buckets(matrices, owners, range(len(matrices)))
+        members = sorted(index for bucket in buckets for index in bucket)
+        self.assertEqual(members, list(range(len(matrices))))
+        largest = max(matrix.numel for matrix in matrices)
+        one_by_one, busy, most_gathered = 0, Counter(), []
+        for bucket in buckets:
+            work, gathered = Counter(), Counter()
+            for index in bucket:
+                work[owners[index]] += matrices[index].flops
+                gathered[owners[index]] += matrices[index].numel
+            one_by_one += max(work.values())
+            busy.update(work)
+            most_gathered.append(max(gathered.values()))
+        # What may be in flight together: a bound and a largest matrix for each of three buckets.
+        together = max(sum(most_gathered[at : at + 3]) for at in range(len(buckets)))
+        self.assertLessEqual(together, 3 * (plan.BUCKET_BYTES // 2 + largest))
+        self.assertLessEqual(one_by_one, most * max(busy.values()))
+
+    def test_rounds_are_bounded(self):
+        """Along a column, each update arrives once, in pieces of rows."""
+        for shape, replicas, shards in (((64, 8), 4, 1), ((40, 16), 2, 3)):
+            grid = grid_of(replicas, shards)
+            matrices = matrices_of([shape] * 5, grid)
+            owners = assign_owners(matrices)
+            with mock.patch.object(plan, "ROUND_BYTES", 600):
+                plans = {
+                    rank: make_plan(matrices, owners, rank)
+                    for rank in range(replicas * shards)
+                }
+            for rank, found in plans.items():
+                received = Counter()
+                for bucket in found.buckets:
+                    for planned in bucket.rounds:
+                        sizes = [move.region.numel for move in planned.incoming]
+                        # A row of the matrix may be longer than a peer's share.
+                        self.assertLessEqual(sum(sizes) * 2, 600)
+                        for move in planned.incoming:
+                            received[move.matrix] += move.region.numel
+                for index, matrix in enumerate(matrices):
+                    row, _ = matrix.layout.place_of(owners[index])
+                    own_row, _ = matrix.layout.place_of(rank)
+                    expected = 0 if row == own_row else matrix.layout.numel_of(rank)
+                    with self.subTest(rank=rank, matrix=index):
+                        self.assertEqual(received[index], expected)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,179 @@
+"""Gradients and momentum that do not fit their parameter: whether and how they can be brought to its placement, dtype
+and device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from .dtensors import DTensorLayouts
+from .local import is_dtensor, is_sum, like_param, local_part, takes_update
+from .process_groups import process_rank
+from .regions import Matrix
+
+
+def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad`` on this rank, with the placement of ``param`` and of ``dtype``. Changing the placement is the
+    framework's collective, which every rank of the mesh must join. The contributions to a sum may have one
+    replicated gradient, that of the sum. The first one takes it.
+    """
+    takes = True
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if grad.placements != param.placements:
+            placements = list(param.placements)
+            coordinate = param.device_mesh.get_coordinate() or ()
+            for dim, placement in enumerate(grad.placements):
+                if placements[dim].is_partial() and not placement.is_partial():
+                    placements[dim] = Replicate()
+                    takes = takes and coordinate[dim] == 0
+            grad = grad.redistribute(param.device_mesh, placements)
+    local = local_part(grad).to(dtype)
+    return local if takes else torch.zeros_like(local)
+
+
+def problem_with(param: Tensor, grad: Tensor) -> str:
+    """Why ``grad`` cannot be used for ``param``; "" if it can."""
+    if grad.layout != torch.strided:
+        return "Muon does not support sparse gradients"
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        return _difference("is a DTensor", is_dtensor(param), is_dtensor(grad))
+    if param.is_complex() != grad.is_complex():
+        return _difference("is complex", param.is_complex(), grad.is_complex())
+    if param.shape != grad.shape:
+        return _difference("has shape", tuple(param.shape), tuple(grad.shape))
+    local, local_grad = param, grad
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        mesh, other = param.device_mesh, grad.device_mesh
+        if mesh is not other and mesh != other:
+            return _difference("is on the mesh", mesh, other)
+        if param.placements != grad.placements:
+            # It is brought to the parameter's placements.
+            problem = _problem_with_move(grad, param.placements)
+            return problem and f"its gradient's {problem}"
+        local, local_grad = param._local_tensor, grad._local_tensor
+    if local.device != local_grad.device:
+        return _difference("is on", local.device, local_grad.device)
+    if local.shape != local_grad.shape:
+        shapes = tuple(local.shape), tuple(local_grad.shape)
+        return _difference("here has shape", *shapes)
+    return ""
+
+
+def _difference(words: str, value: Any, other: Any) -> str:
+    return f"the parameter {words} {value}, but its gradient {other}"
+
+
+def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
+    """Why DTensor cannot bring ``tensor`` to ``placements``; "" if it can."""
+    for dim, (old, new) in enumerate(zip(tensor.placements, placements)):
+        sums = old.is_partial() and (new.is_partial() or new.is_replicate())
+        if old == new or old.is_replicate() or sums:
+            continue
+        with unset_fake_temporarily():
+            ascends = bool((tensor.device_mesh.mesh.diff(dim=dim) > 0).all())
+        if not ascends:
+            return (
+                f"placements {tensor.placements} cannot become {tuple(placements)}: the mesh's ranks do not ascend, so DTensor's "
+                "redistribute() would mix up the shards. Make the mesh of ascending ranks"
+            )
+    return ""
+
+
+def placed_like(param: Tensor, buffer: Tensor) -> bool:
+    """Whether the two have one shape and, if they are DTensors, one placement."""
+    if param.shape != buffer.shape:
+        return False
+    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
+        # Comparing two meshes takes longer.
+        is_on_mesh = param.device_mesh is buffer.device_mesh
+        is_on_mesh = is_on_mesh or param.device_mesh == buffer.device_mesh
+        return is_on_mesh and param.placements == buffer.placements
+    return isinstance(param, DTensor) == isinstance(buffer, DTensor)
+
+
+def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
+    """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
+    if grad_dtype is not None and buffer.dtype != grad_dtype:
+        return False
+    return param.device == buffer.device and placed_like(param, buffer)
+
+
+def problem_with_momentum(param: Tensor, buffer: Any) -> str:
+    """Why the momentum ``buffer``, which does not fit ``param``, cannot be made to; "" if it can."""
+    if not isinstance(buffer, Tensor):
+        return f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
+    if buffer.is_meta and not param.is_meta:
+        return "the momentum buffer has no data, because it is on the meta device; delete it or load it"
+    if placed_like(param, buffer):
+        return ""
+    if param.shape != buffer.shape:
+        return f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
+    if isinstance(buffer, DTensor):
+        problem = _problem_with_move(buffer, _nearest_placements(param, buffer))
+        return problem and f"the momentum buffer: {problem}"
+    return ""
+
+
+def fitting_momentum(
+    param: Tensor, buffer: Any, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
+    ranks must make this call, because a change of the placement is a collective. :func:`problem_with_momentum` must
+    have found no problem.
+    """
+    if not placed_like(param, buffer):
+        buffer = _placed(param, buffer)
+    if not fits(param, buffer, dtype):
+        moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
+        buffer = like_param(param, moved)
+    return buffer
+
+
+def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
+    """What collectives must bring to the placements of ``param``, in words; "" for nothing. A ``momentum`` of None fits."""
+    moved: list[str] = []
+    for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
+        if isinstance(tensor, DTensor) and not placed_like(param, tensor):
+            moved.append(f"{kind} {tensor.placements}")
+    return ", ".join(moved)
+
+
+def _nearest_placements(param: Tensor, buffer: DTensor) -> Sequence[Placement]:
+    """The placements to which DTensor must bring ``buffer`` for ``param``: the same, or whole on other meshes."""
+    if isinstance(param, DTensor) and param.device_mesh == buffer.device_mesh:
+        return param.placements
+    return [Replicate()] * buffer.device_mesh.ndim
+
+
+def _placed(param: Tensor, buffer: Tensor) -> Tensor:
+    """A momentum ``buffer`` of another placement, placed like ``param``."""
+    if isinstance(buffer, DTensor):
+        mesh, placements = buffer.device_mesh, _nearest_placements(param, buffer)
+        buffer = buffer.redistribute(mesh, placements).to_local()
+        if isinstance(param, DTensor) and param.device_mesh == mesh:
+            # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix
+            # would keep the whole matrix alive, and cannot be saved.
+            own = buffer.clone(memory_format=torch.contiguous_format)
+            return like_param(param, own)
+    if not isinstance(param, DTensor):
+        return buffer
+    return cut_out(DTensorLayouts().of(0, None, param), buffer, param)
+
+
+def cut_out(matrices: Sequence[Matrix], full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shards of ``full``, placed like ``like``. One contribution to a sum takes all of it."""
+    rank, part = process_rank(), local_part(like)
+    local = full.new_zeros(part.shape, device=part.device)
+    if is_sum(like) and not takes_update(like):
+        return like_param(like, local)
+    for matrix in matrices:
+        if rank in matrix.layout.ranks:
+            whole = full.reshape(-1, *matrix.shape)[matrix.sub]
+            for region in matrix.layout.regions_of(rank):
+                region.of_local(local).copy_(region.of_matrix(whole))
+    return like_param(like, local)

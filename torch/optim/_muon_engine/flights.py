@@ -1,0 +1,63 @@
+"""Collectives in flight, and their errors."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+
+from .process_groups import listed, OWN_ERRORS, Ranks
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed."""
+
+
+class InFlight:
+    """The collectives that carry some ``matrices``, and that nobody has waited for."""
+
+    def __init__(self, matrices: Sequence[Any]) -> None:
+        self.matrices = matrices
+        # For errors, the name and the ranks of each; its handle; and what refers to its memory until it is waited for.
+        self.works: list[tuple[str, Ranks, Any, Any]] = []
+
+    def launch(
+        self, name: str, ranks: Ranks, start: Callable[..., Any], *tensors: Any
+    ) -> None:
+        """Calls ``start(*tensors)``. The tensors must not be touched until :meth:`wait`."""
+        try:
+            work = start(*tensors)
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:
+            raise self._failed(name, ranks, error) from error
+        if work is not None:
+            self.works.append((name, ranks, work, tensors))
+
+    def wait(self) -> None:
+        """Waits for all of them. Raises CollectiveError if one failed."""
+        while self.works:
+            name, ranks, work, _ = self.works.pop(0)
+            try:
+                work.wait()
+            except OWN_ERRORS:
+                raise
+            except RuntimeError as error:
+                raise self._failed(name, ranks, error) from error
+
+    def _failed(self, name: str, ranks: Ranks, error: RuntimeError) -> CollectiveError:
+        """The backend's ``error``, with the collective that failed and the matrices that it carried."""
+        carried = listed([matrix.described for matrix in self.matrices])
+        return CollectiveError(
+            f"the {name}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before "
+            f"it, did not call step(), or changed its parameters alone: {error}"
+        )
+
+
+def drain(flights: Iterable[InFlight]) -> None:
+    """After an error, waits for everything in flight."""
+    for flight in flights:
+        # A wait forgets a collective even if it failed.
+        while flight.works:
+            # The error that led here is the one to report.
+            with suppress(Exception):
+                flight.wait()

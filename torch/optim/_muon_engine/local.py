@@ -1,0 +1,185 @@
+"""This rank's part of a tensor: of a DTensor, its local tensor; a plain tensor is its own local part."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from .process_groups import current_device, device_of_group
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def is_sum(tensor: Tensor) -> bool:
+    """Whether ranks hold contributions to a sum (Partial)."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def takes_update(tensor: Any) -> bool:
+    """Whether this rank's contribution to a sum is the one that takes its update: the first one."""
+    where = tensor.device_mesh.get_coordinate() or ()
+    placed = zip(where, tensor.placements, strict=True)
+    return all(place == 0 for place, placement in placed if placement.is_partial())
+
+
+def summed(tensor: Any) -> Any:
+    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum of
+    floats is made in a wider dtype, so that the order of its terms hardly counts.
+    """
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    wide = torch.float64 if tensor.dtype.itemsize >= 4 else torch.float32
+    if not tensor.is_floating_point():
+        wide = tensor.dtype
+    whole = tensor.to(wide).redistribute(tensor.device_mesh, placements)
+    return whole.to(tensor.dtype)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage behind ``tensor`` on this rank, to be read or written in place."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A functional collective's result is a wrapper until its first use waits for it.
+    local = local.wait() if hasattr(local, "wait") else local
+    return local.detach() if local.requires_grad else local
+
+
+class LocalParts(NamedTuple):
+    """This rank's parts of a parameter, of its momentum and of its gradient, if it has one."""
+
+    param: Tensor
+    momentum: Tensor
+    gradient: Tensor | None
+
+
+def usual_parts(
+    param: Tensor,
+    momentum: Any,
+    gradient: Tensor | None,
+    grad_dtype: torch.dtype | None,
+) -> LocalParts | None:
+    """The parts of tensors that have one shape, placement and device, and one dtype of momentum and gradient:
+    ``grad_dtype``, or any if that is None. Returns None in every other case, and for tensors of other types.
+    """
+    others = (momentum,) if gradient is None else (momentum, gradient)
+    for other in others:
+        if not isinstance(other, Tensor) or other.shape != param.shape:
+            return None
+        if other.device != param.device or other.layout != torch.strided:
+            return None
+        if other.dtype != momentum.dtype:
+            return None
+    if momentum.dtype != (grad_dtype or momentum.dtype):
+        return None
+    local, local_others = param, list(others)
+    if isinstance(param, DTensor):
+        mesh, placements = param.device_mesh, param.placements
+        local = param._local_tensor
+        local_others = []
+        for other in others:
+            if not isinstance(other, DTensor):
+                return None
+            if other.placements != placements:
+                return None
+            # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
+            if other.device_mesh is not mesh and other.device_mesh != mesh:
+                return None
+            local_others.append(other._local_tensor)
+        for other in local_others:
+            if other.shape != local.shape or other.device != local.device:
+                return None
+    for other in local_others:
+        # A wrapper may have to be waited for, and a view may belong to autograd.
+        if type(other) is not Tensor or other.requires_grad:
+            return None
+    if type(local) is not Tensor and type(local) is not torch.nn.Parameter:
+        return None
+    if local.requires_grad:
+        local = local.detach()
+    if gradient is None:
+        return LocalParts(local, local_others[0], None)
+    return LocalParts(local, local_others[0], local_others[1])
+
+
+class Traits(NamedTuple):
+    """The properties from which the layout of a parameter is read, for a later comparison."""
+
+    # Whether it is a Parameter that takes no gradients. That does not depend on ``grad``, which ranks may differ in.
+    frozen: bool
+    # The dtype of its gradients, and of its momentum; None for any.
+    grad_dtype: torch.dtype | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    # Only a contiguous parameter can be flattened.
+    is_contiguous: bool
+    # Of a DTensor: the shape and device of its local tensor, its mesh and its placements.
+    placed: tuple = ()
+
+    @property
+    def momentum_dtype(self) -> torch.dtype:
+        return self.grad_dtype or self.dtype
+
+
+def traits_of(param: Tensor) -> Traits:
+    placed: tuple = ()
+    if isinstance(param, DTensor):
+        local = param._local_tensor
+        placed = local.shape, local.device, param.device_mesh, param.placements
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    grad_dtype = param.grad_dtype if param.is_leaf else param.dtype
+    return Traits(
+        isinstance(param, torch.nn.Parameter) and not param.requires_grad,
+        grad_dtype,
+        param.shape,
+        param.dtype,
+        param.device,
+        param.is_contiguous(),
+        placed,
+    )
+
+
+def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a tensor of the kind and placement of ``param``, without communication."""
+    if not isinstance(param, DTensor):
+        return local
+    # DTensor.from_local() would move an offloaded one to the mesh's device.
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def device_of(
+    params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
+) -> torch.device:
+    """The device of the communication buffers of the ranks that share ``params``, in ``groups`` of theirs."""
+    # Device type of a mesh -> the device of a local tensor.
+    local_devices: dict[str, torch.device] = {}
+    for param in params:
+        if isinstance(param, DTensor):
+            device_type = param.device_mesh.device_type
+            local_devices[device_type] = param._local_tensor.device
+    if len(local_devices) > 1:
+        raise ValueError(
+            f"the parameters are on meshes of different device types: {sorted(local_devices)}; give each type its own Muon"
+        )
+    device = torch.device("cpu")
+    if len(params):
+        device = params[0].device
+    for device_type, local_device in local_devices.items():
+        device = local_device
+        if local_device.type != device_type:
+            # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
+            device = current_device(device_type)
+    for group in groups:
+        device_types = [torch.device(kind).type for kind in group._device_types]
+        if device.type in ("cpu", "meta") and device.type not in device_types:
+            # Parameters on the CPU or on meta, in a group of accelerators only.
+            return device_of_group(group)
+    return device

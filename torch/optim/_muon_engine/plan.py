@@ -1,0 +1,455 @@
+"""The plan of a step on one rank: owners, buckets, exchanges and the order of operations. All of it is a pure function of
+the matrices. A matrix is its index in ``matrices``.
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from .._newton_schulz import NS_DTYPE
+from .process_groups import Ranks
+from .regions import Grid, Layout, Matrix, place_in_order, ranks_of, Region
+
+
+# Enough buckets to hide transfers behind orthogonalization.
+MAX_BUCKETS = 4
+# The bytes that an owner may gather in a bucket, on top of a largest matrix.
+BUCKET_BYTES = 256 * 1024**2
+# The buckets, run sequentially, should take at most this many times the busiest owner's own work.
+MAX_STRETCH = 1.1
+# The bytes that a rank receives in one round along a column, unless the rows of a region are longer.
+ROUND_BYTES = 128 * 1024**2
+ROUNDS_IN_FLIGHT = 2
+
+# Owner -> its matrices, heaviest first.
+Queues = Mapping[int, Sequence[int]]
+
+
+class Move(NamedTuple):
+    """A region of ``matrix`` on its way between a rank's storage and packed memory."""
+
+    matrix: int
+    region: Region
+
+
+class Exchange(NamedTuple):
+    """The gather of a bucket on one rank: what it sends to the owners in its row, and what it receives as an owner, in the
+    order of its peers. The scatter is the reverse: an update has the place of the momentum that it came from.
+    """
+
+    outgoing: list[Move]
+    incoming: list[Move]
+    send_sizes: list[int]
+    receive_sizes: list[int]
+
+
+class Round(NamedTuple):
+    """One exchange along a column: each of its ranks has a piece of its row's updates, and gets those of the others."""
+
+    # Where this rank's piece is in the updates that it has, and the elements of each rank's piece.
+    start: int
+    sizes: list[int]
+    # The pieces of other rows, in the order of the column.
+    incoming: list[Move]
+
+
+class Bucket(NamedTuple):
+    """Matrices of one ``grid`` that are processed together, as one rank sees them. ``number`` counts those of the grid."""
+
+    grid: Grid
+    number: int
+    matrices: list[int]
+    # Those that this rank orthogonalizes, and the regions of them that it stores.
+    owned: list[int]
+    kept: list[Move]
+    exchange: Exchange
+    rounds: list[Round]
+    # The ranks of the row and of the column, in ascending order.
+    row: Ranks
+    column: Ranks
+
+
+class Phase(Enum):
+    """The work of an operation on a bucket."""
+
+    # Blend momentum and gradient, and start to send this rank's shards to the owners.
+    GATHER = "gather"
+    # Wait for the shards, orthogonalize, and start to send the updates to the ranks of the row.
+    COMPUTE = "orthogonalize"
+    # Wait for the updates of the row, and start the rounds along the column. Only grids with rows and columns have it.
+    FORWARD = "forward"
+    # Wait for updates, and apply them.
+    APPLY = "apply"
+
+
+class Operation(NamedTuple):
+    """A phase of the ``bucket``-th bucket of a rank."""
+
+    phase: Phase
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"{self.phase.name[0]}{self.bucket}"
+
+
+class Plan(NamedTuple):
+    """Everything that a rank does in a step. ``owners`` has the global rank that orthogonalizes each of ``matrices``."""
+
+    matrices: Sequence[Matrix] = ()
+    owners: Sequence[int] = ()
+    buckets: Sequence[Bucket] = ()
+    operations: Sequence[Operation] = ()
+
+
+def make_plan(
+    matrices: Sequence[Matrix],
+    owners: Sequence[int],
+    rank: int,
+    prefetch_count: int = 1,
+    one_at_a_time: bool = False,
+) -> Plan:
+    """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
+    buckets: list[Bucket] = []
+    for grid, members in by_grid(matrices).items():
+        if rank not in matrices[members[0]].layout.ranks:
+            continue
+        if one_at_a_time:
+            ordered = sorted(members, key=lambda matrix: (owners[matrix], matrix))
+            together = [[matrix] for matrix in ordered]
+        else:
+            together = cut_into_buckets(matrices, owners, members, prefetch_count)
+        for number, of_bucket in enumerate(together):
+            bucket = _bucket(matrices, owners, rank, grid, number, of_bucket)
+            buckets.append(bucket)
+    order = [(bucket.grid, bucket.number) for bucket in buckets]
+    is_serial = one_at_a_time and prefetch_count == 0
+    operations = order_of_operations(order, prefetch_count, is_serial)
+    return Plan(matrices, owners, buckets, operations)
+
+
+def by_grid(matrices: Sequence[Matrix]) -> dict[Grid, list[int]]:
+    """The matrices of each grid that are not frozen. Grids are in the order of all ranks."""
+    # Many matrices share one layout. A grid of thousands of ranks takes long to hash.
+    of_layouts: dict[Layout, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        if not matrix.frozen:
+            of_layouts.setdefault(matrix.layout, []).append(index)
+    members: dict[Grid, list[int]] = {}
+    for layout, indices in of_layouts.items():
+        members.setdefault(layout.grid, []).extend(indices)
+    in_order = sorted(members, key=place_in_order)
+    return {grid: sorted(members[grid]) for grid in in_order}
+
+
+def order_of_operations(
+    buckets: Sequence[tuple[Grid, int]], prefetch_count: int, is_serial: bool = False
+) -> list[Operation]:
+    """The operations of ``buckets``, each a grid and a number, in the order of all ranks. Each grid has ``prefetch_count``
+    gathers in flight while it orthogonalizes. If ``is_serial``, a bucket is finished before the next one begins.
+
+    Each operation has a key, and a rank sorts its own. No key depends on what a rank knows of other grids, and all ranks of
+    a grid have the same buckets. So the keys are one order of all operations, of which each rank runs a part, and ranks
+    cannot wait for each other in a circle.
+    """
+    counts = Counter(grid for grid, _ in buckets)
+    places = {grid: place_in_order(grid) for grid in counts}
+    keyed: list[tuple[tuple, Operation]] = []
+    for index, (grid, k) in enumerate(buckets):
+        place, last = places[grid], counts[grid] - 1
+        has_forward = len(grid) > 1 and len(grid[0]) > 1
+
+        def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
+            return (1, place, turn, step) if turn <= last else after
+
+        gather: tuple = (0, place, k, 0)
+        if k > prefetch_count:
+            gather = (1, place, k - prefetch_count - 1, 3)
+        forward = during_compute_or_after(k + 1, 1, (2, 0, place))
+        apply = during_compute_or_after(k + 1 + has_forward, 2, (2, 1, place, k))
+        if is_serial:
+            forward, apply = (1, place, k, 1), (1, place, k, 2)
+        keyed.append((gather, Operation(Phase.GATHER, index)))
+        keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
+        if has_forward:
+            keyed.append((forward, Operation(Phase.FORWARD, index)))
+        keyed.append((apply, Operation(Phase.APPLY, index)))
+    return [operation for _, operation in sorted(keyed, key=lambda pair: pair[0])]
+
+
+# Owners
+
+
+def assign_owners(
+    matrices: Sequence[Matrix], start: Callable[[Grid], int] = lambda grid: 0
+) -> list[int]:
+    """One owner for each matrix, out of the ranks of its grid; the first one for a frozen matrix.
+
+    Heaviest first, each to the row with the least work, and in it to the rank with the least work. Ties begin at place
+    ``start`` of the grid. A grid counts the work of its ranks in grids that contain it. It counts no other work, in which
+    its ranks differ.
+    """
+    owners = [matrix.layout.ranks[0] for matrix in matrices]
+    # Grid -> the work that it gave to each of its ranks.
+    given: dict[Grid, Counter[int]] = {}
+    for grid, members in by_grid(matrices).items():
+        ranks = ranks_of(grid)
+        loads = dict.fromkeys(ranks, 0)
+        for other, work in given.items():
+            if {*ranks} <= {*ranks_of(other)}:
+                for rank in ranks:
+                    loads[rank] += work[rank]
+        rows = _Rows(grid, loads, start(grid))
+        own_work = given[grid] = Counter()
+        for index in sorted(
+            members, key=lambda i: (-matrices[i].flops, -matrices[i].numel)
+        ):
+            owner = rows.take(matrices[index].flops)
+            owners[index] = owner
+            own_work[owner] += matrices[index].flops
+    return owners
+
+
+class _Rows:
+    """The ranks of a grid, by their work. ``start`` is the place where ties begin."""
+
+    def __init__(self, grid: Grid, loads: Mapping[int, int], start: int) -> None:
+        width = len(grid[0])
+        first_row, first_column = divmod(start % (len(grid) * width), width)
+        self._rows: list[tuple[int, int, list]] = []
+        for replica, row in enumerate(grid):
+            queue: list[tuple[int, int, int]] = []
+            for shard, rank in enumerate(row):
+                queue.append((loads[rank], (shard - first_column) % width, rank))
+            heapq.heapify(queue)
+            load = sum(loads[rank] for rank in row)
+            self._rows.append((load, (replica - first_row) % len(grid), queue))
+        # Two rows never have one distance, so the queues are not compared.
+        heapq.heapify(self._rows)
+
+    def take(self, work: int) -> int:
+        """The rank with the least work in the row with the least work. It gets ``work`` more."""
+        row_load, row_distance, queue = self._rows[0]
+        load, distance, rank = queue[0]
+        heapq.heapreplace(queue, (load + work, distance, rank))
+        heapq.heapreplace(self._rows, (row_load + work, row_distance, queue))
+        return rank
+
+
+# Buckets
+
+
+def cut_into_buckets(
+    matrices: Sequence[Matrix],
+    owners: Sequence[int],
+    members: Sequence[int],
+    prefetch_count: int = 1,
+) -> list[list[int]]:
+    """The ``members``, which have one grid, in buckets whose owners work at the same time.
+
+    A rank waits for a bucket's updates, so a bucket takes as long as its busiest owner. The first number of buckets wins
+    whose sum is close to the busiest owner's own work, or else the one with the shortest sum: four, or as many as keep
+    what an owner gathers within bounds, then fewer, then a few more.
+    """
+    queues: dict[int, list[int]] = {}
+    heaviest_first = sorted(
+        members, key=lambda i: (-matrices[i].flops, matrices[i].shape, i)
+    )
+    for index in heaviest_first:
+        queues.setdefault(owners[index], []).append(index)
+    if len(matrices[members[0]].layout.ranks) == 1:
+        # There are no transfers to hide, and equal shapes form large batches.
+        return [heaviest_first]
+    bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
+    largest = max(matrices[index].numel for index in members)
+    most_gathered = max(sum(matrices[i].numel for i in q) for q in queues.values())
+    longest = max(map(len, queues.values()))
+    busiest = max(sum(matrices[i].flops for i in q) for q in queues.values())
+    fewest = math.ceil(most_gathered / (bound + largest))
+    wanted = max(fewest, min(MAX_BUCKETS, longest))
+    counts = [*range(wanted, fewest - 1, -1)]
+    counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
+    grid = matrices[members[0]].layout.grid
+    # With rows and columns, a bucket's updates travel for two turns.
+    in_flight = prefetch_count + 2 + (len(grid) > 1 and len(grid[0]) > 1)
+    shortest: list[list[int]] = []
+    least = math.inf
+    # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices fill the time
+    # of a large one.
+    for of_first, of_others in (
+        (largest // 2, largest // 2),
+        (largest, largest),
+        (in_flight * largest, 0),
+    ):
+        for count in counts:
+            limits = [
+                bound + (of_others if number % in_flight else of_first)
+                for number in range(count)
+            ]
+            buckets, total = _spread(matrices, queues, limits)
+            if buckets and total < least:
+                shortest, least = buckets, total
+            if least <= MAX_STRETCH * busiest:
+                return shortest
+    return shortest or _one_of_each(queues)
+
+
+def _spread(
+    matrices: Sequence[Matrix], queues: Queues, limits: Sequence[int]
+) -> tuple[list[list[int]], int]:
+    """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, and the work of the
+    buckets' busiest owners, added up; no buckets if they do not fit.
+
+    The busiest owner's matrices, cut into shares of equal work, give each bucket a height. Every owner puts its matrices,
+    heaviest first, where it has most room below the heights. The resulting heights are filled once more.
+    """
+    count = len(limits)
+    leader = max(queues.values(), key=lambda q: sum(matrices[i].flops for i in q))
+    heights = [0] * count
+    # The longest shares go to the buckets with the largest limits.
+    widest_first = sorted(range(count), key=lambda bucket: -limits[bucket])
+    for bucket, share in zip(widest_first, _shares(matrices, leader, count)):
+        heights[bucket] = share
+    shortest: list[list[int]] = []
+    least = 0
+    for _ in range(2):
+        buckets: list[list[int]] = [[] for _ in limits]
+        busiest = [0] * count
+        for queue in queues.values():
+            work, room = [0] * count, list(limits)
+            for index in queue:
+                numel = matrices[index].numel
+                fitting = [k for k in range(count) if room[k] >= numel]
+                if not fitting:
+                    return shortest, least
+                bucket = max(fitting, key=lambda k: heights[k] - work[k])
+                buckets[bucket].append(index)
+                work[bucket] += matrices[index].flops
+                room[bucket] -= numel
+            busiest = [max(both) for both in zip(busiest, work)]
+        if not shortest or sum(busiest) < least:
+            shortest, least = [b for b in buckets if b], sum(busiest)
+        heights = busiest
+    return shortest, least
+
+
+def _shares(matrices: Sequence[Matrix], queue: Sequence[int], count: int) -> list[int]:
+    """The work of an owner in each of ``count`` buckets, if it shares its work out equally; longest first."""
+    total = max(1, sum(matrices[index].flops for index in queue))
+    shares = [0] * count
+    before = 0
+    for index in queue:
+        flops = matrices[index].flops
+        # The share in which the middle of the matrix's work falls.
+        share = min(count - 1, count * (2 * before + flops) // (2 * total))
+        shares[share] += flops
+        before += flops
+    return sorted(shares, reverse=True)
+
+
+def _one_of_each(queues: Queues) -> list[list[int]]:
+    """A bucket for the next matrix of every owner. This always fits."""
+    buckets: list[list[int]] = [[] for _ in range(max(map(len, queues.values())))]
+    for queue in queues.values():
+        for number, index in enumerate(queue):
+            buckets[number].append(index)
+    return buckets
+
+
+# Exchanges
+
+
+def _bucket(
+    matrices: Sequence[Matrix],
+    owners: Sequence[int],
+    rank: int,
+    grid: Grid,
+    number: int,
+    members: list[int],
+) -> Bucket:
+    """A bucket of the matrices ``members`` as ``rank`` sees it."""
+    owned_by: dict[int, list[int]] = {}
+    for index in members:
+        owned_by.setdefault(owners[index], []).append(index)
+    replica, shard = matrices[members[0]].layout.place_of(rank)
+    # All-to-alls go by the order of a group's ranks, which is ascending.
+    row = tuple(sorted(grid[replica]))
+    column = tuple(sorted(of_replica[shard] for of_replica in grid))
+    own = owned_by.get(rank, [])
+
+    def moves(of: Sequence[int], holder: int) -> list[Move]:
+        """The regions of matrices ``of`` an owner that ``holder`` stores."""
+        found: list[Move] = []
+        for index in of:
+            regions = matrices[index].layout.regions_of(holder)
+            found += [Move(index, region) for region in regions]
+        return found
+
+    def in_row_of(holder: int, peers: Ranks) -> list[list[Move]]:
+        """The regions that ``holder`` sends to each of its ``peers``; nothing to itself."""
+        return [
+            moves(owned_by.get(peer, ()), holder) if peer != holder else []
+            for peer in peers
+        ]
+
+    sent = in_row_of(rank, row)
+    received = [moves(own, peer) if peer != rank else [] for peer in row]
+    exchange = Exchange(
+        [move for of_peer in sent for move in of_peer],
+        [move for of_peer in received for move in of_peer],
+        [sum(m.region.numel for m in of_peer) for of_peer in sent],
+        [sum(m.region.numel for m in of_peer) for of_peer in received],
+    )
+    updates: list[list[Move]] = []
+    if len(column) > 1:
+        rows = {of_replica[shard]: tuple(sorted(of_replica)) for of_replica in grid}
+        for peer in column:
+            # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
+            of_others = in_row_of(peer, rows[peer])
+            held = [move for of_peer in of_others for move in of_peer]
+            updates.append(held + moves(owned_by.get(peer, ()), peer))
+    rounds = _rounds(updates, column.index(rank))
+    kept = moves(own, rank)
+    return Bucket(grid, number, members, own, kept, exchange, rounds, row, column)
+
+
+def _rounds(updates: Sequence[Sequence[Move]], own: int) -> list[Round]:
+    """The rounds along a column, whose ranks have these ``updates``. This rank is the ``own``-th one."""
+    if not updates:
+        return []
+    senders = max(1, sum(1 for moves in updates if moves))
+    share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // senders)
+    pieces_of = [_pieces(moves, share) for moves in updates]
+    rounds: list[Round] = []
+    start = 0
+    for number in range(max(map(len, pieces_of))):
+        pieces = [of_rank[number : number + 1] for of_rank in pieces_of]
+        sizes = [sum(m.region.numel for p in piece for m in p) for piece in pieces]
+        incoming: list[Move] = []
+        for peer, piece in enumerate(pieces):
+            if piece and peer != own:
+                incoming += piece[0]
+        rounds.append(Round(start, sizes, incoming))
+        start += sizes[own]
+    return rounds
+
+
+def _pieces(moves: Sequence[Move], most: int) -> list[list[Move]]:
+    """The ``moves`` in pieces of at most ``most`` elements. Regions that are larger are cut by rows."""
+    cut: list[Move] = []
+    for matrix, region in moves:
+        rows = max(1, most // max(1, region.width))
+        for first in range(0, region.height, rows):
+            count = min(rows, region.height - first)
+            cut.append(Move(matrix, region.rows(first, count)))
+    pieces: list[list[Move]] = []
+    room = 0
+    for move in cut:
+        if not pieces or room < move.region.numel:
+            pieces.append([])
+            room = most
+        pieces[-1].append(move)
+        room -= move.region.numel
+    return pieces

@@ -1,0 +1,373 @@
+"""The side channel: how the ranks of a grid learn at the start of a step that they differ.
+
+Gradients never decide which of the engine's collectives run. At the start of a step, each rank puts what it knows into bytes
+(see ``agreement``): a head, and a byte for each gradient. An all-reduce along the row and one along the column give the maxima
+of the grid. The first steps, and each one on a CPU, wait for the result, and raise before anything moves if the ranks
+differ. On accelerators, a later step acts on what this rank knows, and the step after it reads the result.
+"""
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import BYTES, differences, gathered_along
+from .flights import InFlight
+from .params import Param, Status, StepInputs
+from .process_groups import group_ranks, GridGroups, is_dry_run, listed
+from .regions import Matrix
+
+
+# The head: whether parameters have changed since the engine was built, and whether this rank knows of a problem; and
+# four bytes each of the step, of the optimizer, of the options and of the placements that gradients must change.
+_CHANGED, _PROBLEM = 0, 1
+_STEP, _OPTIMIZER, _OPTIONS, _MOVES = (
+    slice(2, 6),
+    slice(6, 10),
+    slice(10, 14),
+    slice(14, 18),
+)
+_FIRST_GRADIENT = 18
+# Bytes of the head that say no and yes. Zero is no opinion.
+_NO, _YES = 1, 2
+
+_OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
+_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
+_CHANGED_ALONE = (
+    "parameters changed on some of the ranks that share these, and not on others. All of them must make the change "
+    "before the same step()"
+)
+_ELSEWHERE = (
+    "ranks that share matrices with this one have a problem. Their error says how"
+)
+_OTHER_OPTIONS = "the ranks have different hyperparameters. A scheduler or a checkpoint changed those of some ranks only"
+_OTHER_VALUES = (
+    "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
+    "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
+    "experts that are not shared), leave their group out of the config"
+)
+_UNUSABLE = "a rank has a gradient or momentum for these that it cannot use. The error on that rank says why"
+_SOME_ABSENT = (
+    "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
+    "unused expert or a branch that one rank skips"
+)
+_OTHER_PLACEMENTS = (
+    "the ranks have gradients or momentum of different placements, or some of them have another one than the "
+    "parameter. DTensor's redistribute() needs all of them. Give all ranks the parameter's placement"
+)
+
+
+class Statuses(InFlight):
+    """The side channel of a grid of ranks, for the ``matrices`` that it shares, in the order of all ranks. ``serial`` is
+    the number of this optimizer among those over the same grid.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        params: Sequence[Param],
+        groups: GridGroups,
+        serial: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(matrices)
+        self._groups, self.device = groups, device
+        self._params = params
+        # The matrices with replicas, whose values were not compared yet.
+        self._replicated: list[Matrix] = []
+        if groups.column is not None:
+            self._replicated = [m for m in matrices if not params[m.index].is_sum]
+        # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
+        self.awaits = True
+        self._knows_of_problem = False
+        # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
+        self._was_complete = False
+        # What this rank says, with its complement; what the group reduces; and the result on the host. Only copies
+        # between a device and pinned memory do not wait.
+        tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
+        self._own = torch.zeros(tables, 2, BYTES, dtype=torch.uint8, device="cpu")
+        self._table = torch.zeros_like(self._own, device=device)
+        self._host = self._table
+        self._copied: torch.Event | None = None
+        self._has_host_copy = device.type != "cpu"
+        if self._has_host_copy:
+            pins = torch.accelerator.is_available()
+            self._host = torch.zeros_like(self._own, pin_memory=pins)
+        self._identity = _identity(serial, matrices)
+        # Fake tensors have no values.
+        self._is_dry_run = is_dry_run()
+        # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
+        self._is_unread = self._is_on_device = False
+
+    def _write_opinions(self, opinions: Sequence[int]) -> None:
+        """Writes a byte for each gradient, and its complement. Status.EMPTY is no opinion."""
+        values = torch.zeros(len(self._own) * BYTES, dtype=torch.uint8, device="cpu")
+        of_gradients = torch.tensor(opinions, dtype=torch.uint8, device="cpu")
+        values[_FIRST_GRADIENT : _FIRST_GRADIENT + len(opinions)] = of_gradients
+        tables = values.view(-1, BYTES)
+        self._own[:, 0] = tables
+        self._own[:, 1] = torch.where(tables == Status.EMPTY, 0, 255 - tables)
+
+    def start(
+        self,
+        step: int,
+        inputs: StepInputs | None,
+        knows_of_problem: bool,
+        has_changed: bool = False,
+    ) -> None:
+        """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group.
+        Without ``inputs``, it has no opinion of gradients and options: its parameters have changed since the engine was
+        built, or its options are invalid.
+        """
+        self._knows_of_problem = knows_of_problem
+        head = [_YES if has_changed else _NO, _YES if knows_of_problem else _NO]
+        numbers = [step, self._identity]
+        if inputs is None:
+            self._own.zero_()
+            self._was_complete = False
+        else:
+            numbers += [self._options_digest(inputs), self._moves_digest(inputs)]
+            if not (inputs.is_complete and self._was_complete):
+                self._write_opinions([inputs.status(m) for m in self.matrices])
+            self._was_complete = inputs.is_complete
+        for number in numbers:
+            head += number.to_bytes(4, "little")
+        complements = [255 - value for value in head]
+        both = torch.tensor([head, complements], dtype=torch.uint8, device="cpu")
+        self._own[0, :, : len(head)] = both
+        if self._has_host_copy:
+            # The last result was read, so this memory is free. A copy from it does not wait.
+            self._host.copy_(self._own)
+            self._table.copy_(self._host, non_blocking=True)
+        else:
+            self._table.copy_(self._own)
+        self._is_unread = self._is_on_device = True
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Starts to reduce the tables over the grid."""
+        groups = self._groups.several
+        for group in groups:
+            # On accelerators, only the device waits for the row.
+            self.wait()
+            for table in self._table:
+                self._reduce(table, group)
+
+    def _reduce(self, table: Tensor, group: Any) -> None:
+        largest, ranks = dist.ReduceOp.MAX, group_ranks(group)
+        start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
+        self.launch("all-reduce of statuses", ranks, start, table)
+
+    def _options_digest(self, inputs: StepInputs) -> int:
+        """Of the options of each gradient. Ranks may have equal options in one parameter group or in several."""
+        of_groups = [formulas.options_digest for formulas in inputs.formulas]
+        groups = [self._params[m.index].param_group for m in self.matrices]
+        digests = [of_groups[group] for group in groups]
+        runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
+        return zlib.crc32(repr(runs).encode())
+
+    def _moves_digest(self, inputs: StepInputs) -> int:
+        """Of the gradients and momenta that collectives of DTensor's must bring to other placements."""
+        if not inputs.moves:
+            return 0
+        # Moves of other grids do not count.
+        moves = [inputs.moves.get(m.index, "") for m in self.matrices]
+        return zlib.crc32(repr(moves).encode()) if any(moves) else 0
+
+    def difference(self, inputs: StepInputs | None = None) -> str:
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
+        ``inputs`` of a step at whose start all ranks of the group wait, they tell each other more if they differ.
+        """
+        if not self._is_unread or self._is_dry_run:
+            return ""
+        self._is_unread = False
+        self._fetch()
+        if self._copied is not None:
+            self._copied.synchronize()
+        text = ""
+        # If the maxima are what this rank said, all ranks said the same. They may all know of one problem.
+        if self._knows_of_problem or not torch.equal(self._host, self._own):
+            text = self._difference(inputs)
+        if not text and inputs is not None:
+            text = self._other_values(inputs)
+        return text
+
+    def _difference(self, inputs: StepInputs | None) -> str:
+        """How the ranks differ, in words. With ``inputs``, all ranks of the group make this call."""
+        differs = differences(self._host)
+        text = self._other_program(differs)
+        if text:
+            shared = listed([matrix.described for matrix in self.matrices], 4)
+            return f"{text}. This rank's optimizer has {shared}"
+        gradients = self._other_gradients(differs)
+        has_problem = self._host[0, 0, _PROBLEM] == _YES
+        for places, text in (_OPTIONS, _OTHER_OPTIONS), (_MOVES, _OTHER_PLACEMENTS):
+            # A rank without a gradient has none to move.
+            if differs[places].any() and not (gradients and places is _MOVES):
+                # A rank with a problem may have no inputs.
+                if inputs is not None and not has_problem:
+                    text += self._first_difference(inputs)
+                return text
+        return gradients or (_ELSEWHERE if has_problem else "")
+
+    def _other_program(self, differs: Tensor) -> str:
+        """Whether the ranks are in different steps or optimizers, or only some of them build theirs again."""
+        if differs[_OPTIMIZER].any():
+            return _OTHER_OPTIMIZER
+        if differs[_STEP].any():
+            return _OTHER_STEP
+        return _CHANGED_ALONE if differs[_CHANGED] else ""
+
+    def _other_gradients(self, differs: Tensor) -> str:
+        """The gradients that some ranks lack or cannot use, in words."""
+        found: dict[str, list[str]] = {}
+        largest = self._host[:, 0].flatten()
+        for place, matrix in enumerate(self.matrices, _FIRST_GRADIENT):
+            if largest[place] == Status.UNUSABLE:
+                found.setdefault(_UNUSABLE, []).append(matrix.described)
+            elif differs[place]:
+                found.setdefault(_SOME_ABSENT, []).append(matrix.described)
+        for reason in (_UNUSABLE, _SOME_ABSENT):
+            if reason in found:
+                return f"{reason}: {listed(found[reason], 4)}"
+        return ""
+
+    def _first_difference(self, inputs: StepInputs) -> str:
+        """The first option or placement that differs, and its values. All ranks of the grid make this call."""
+        own: list[dict[str, str]] = []
+        for matrix in self.matrices:
+            param = self._params[matrix.index]
+            values = inputs.formulas[param.param_group].option_texts()
+            values["placements"] = inputs.moves.get(matrix.index, "usual")
+            own.append(values)
+        everyone = gathered_along(self._groups.several, own)
+        (first_rank, first), *others = everyone.items()
+        for rank, its_own in others:
+            for matrix, values, its_values in zip(self.matrices, first, its_own):
+                for name, value in values.items():
+                    if its_values[name] != value:
+                        return f": {name} of {matrix.described} is {value} on rank {first_rank} and {its_values[name]} on rank {rank}"
+        return ""
+
+    def _other_values(self, inputs: StepInputs) -> str:
+        """The matrices whose replicas have different values, in words. All ranks of the grid make this call. The values are
+        compared in the first step that moves them: a checkpoint makes one that does not before it loads them.
+        """
+        moved: list[Matrix] = []
+        remaining: list[Matrix] = []
+        for matrix in self._replicated:
+            group = self._params[matrix.index].param_group
+            moves = inputs.formulas[group].moves_parameters
+            (moved if moves else remaining).append(matrix)
+        if not moved:
+            return ""
+        # Eight bytes for this rank's shard of each matrix. They are zeros without elements.
+        values = [_digest_of(matrix, inputs) for matrix in moved]
+        of_bytes = torch.stack(values).to(self._table.device).view(torch.uint8)
+        table = torch.stack([of_bytes, 255 - of_bytes])[None]
+        self._reduce(table, self._groups.column)
+        self.wait()
+        differs = differences(table).view(-1, 8).any(dim=1).byte()
+        if self._groups.row is not None:
+            # The other columns must hear of it.
+            self._reduce(differs, self._groups.row)
+            self.wait()
+        if torch.equal(differs, torch.zeros_like(differs)):
+            self._replicated = remaining
+            return ""
+        others = [m.described for m, other in zip(moved, differs.tolist()) if other]
+        return f"{_OTHER_VALUES}: {listed(others, 4)}"
+
+    def finish(self) -> None:
+        """Ends a step that has moved its matrices."""
+        if self._is_on_device:
+            self._fetch()
+        self.awaits = bool(self._replicated) or self.device.type == "cpu"
+
+    def _fetch(self) -> None:
+        """Waits for the all-reduce in flight, and brings its result to the host. On accelerators, the device waits and
+        not the host: neither for it nor for the copy.
+        """
+        self.wait()
+        is_on_device, self._is_on_device = self._is_on_device, False
+        if is_on_device and self._has_host_copy and not self._is_dry_run:
+            self._host.copy_(self._table, non_blocking=True)
+            # An event alone would record on the current device, which may be another one.
+            stream = torch.accelerator.current_stream(self.device)
+            self._copied = stream.record_event(self._copied)
+
+
+def _identity(serial: int, matrices: Sequence[Matrix]) -> int:
+    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
+    # Ranks may name the modules of an expert differently.
+    names = [(m.name if m.expert is None else m.expert, m.shape) for m in matrices]
+    return zlib.crc32(repr((serial, names)).encode())
+
+
+def _digest_of(matrix: Matrix, inputs: StepInputs) -> Tensor:
+    """A digest of the bits of the values that this rank has of a matrix: an integer on their device. It knows the rows and
+    columns of each value, without memory for another matrix.
+    """
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    local = inputs.params[matrix.index].local
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for region in matrix.layout.regions_of(inputs.rank):
+        values = region.of_local(local)
+        values = values.view(ints[values.itemsize])
+        for dim in range(2):
+            sums = values.sum(1 - dim, dtype=torch.int64)
+            places = torch.arange(1, 2 * len(sums), 2, device=local.device)
+            total = 31 * total + (sums * places).sum()
+    return total
+
+
+class SideChannel:
+    """All side channels of this rank, smaller grids first, so that a difference reaches the larger ones that contain
+    them.
+    """
+
+    def __init__(self, statuses: Sequence[Statuses]) -> None:
+        self.statuses = statuses
+        # All matrices that this rank shares.
+        self.matrices = [matrix for each in statuses for matrix in each.matrices]
+
+    @property
+    def awaits(self) -> bool:
+        """Whether all groups know how their ranks differ before anything moves."""
+        return all(each.awaits for each in self.statuses)
+
+    def share(
+        self, step: int, inputs: StepInputs | None, has_changed: bool = False
+    ) -> str:
+        """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a difference on to
+        larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end the
+        step here. Returns how ranks differ; "" if they do not, or if it does not wait. Without ``inputs``, this rank's
+        parameters have changed, or its options are invalid.
+        """
+        text = ""
+        # The unusable gradient may be of a matrix that no other rank has.
+        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
+        for statuses in self.statuses:
+            knows_of_problem = has_problem or bool(text)
+            statuses.start(step, inputs, knows_of_problem, has_changed)
+            if statuses.awaits or has_changed:
+                reason = statuses.difference(inputs)
+                # A larger group's own reason says more.
+                if reason and text in ("", _ELSEWHERE):
+                    text = reason
+        return text
+
+    def finish(self) -> None:
+        """Ends a step that has moved its matrices."""
+        for statuses in self.statuses:
+            statuses.finish()
+
+    def difference(self) -> str:
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+        texts = [each.difference() for each in self.statuses]
+        return "; ".join(filter(None, texts))

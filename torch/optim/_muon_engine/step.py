@@ -1,0 +1,584 @@
+"""A step of the engine on one rank: the operations of its plan, in their order.
+
+The memory of a bucket belongs to the step: its gather takes it, and it is free when its updates are applied.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The public profiler range costs tens of microseconds even when no profiler runs.
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import ProcessGroup
+
+from .._newton_schulz import NS_DTYPE
+from .flights import drain, InFlight
+from .params import Param, StepInputs
+from .plan import Bucket, by_grid, Move, Phase, Plan, Round, ROUNDS_IN_FLIGHT
+from .process_groups import GridGroups, is_dry_run, listed
+from .regions import Grid, Matrix, Region
+from .statuses import SideChannel, Statuses
+
+
+log = logging.getLogger("torch.optim.muon")
+# Accelerators blend and apply regions of this many bytes at once, unless one region is larger.
+TOGETHER_BYTES = 64 * 1024**2
+
+
+class Progress:
+    """Which phase of a step is running, and for which matrices or parameters; ("", ()) between steps."""
+
+    def __init__(self) -> None:
+        self.now: tuple[str, Sequence[Any]] = ("", ())
+
+    def __str__(self) -> str:
+        """For errors."""
+        phase, subjects = self.now
+        described = [subject.described for subject in subjects]
+        return f"{phase} of {listed(described)}" if phase else ""
+
+
+class BucketFlight(InFlight):
+    """A bucket on its way: the memory that its shards and updates take in a step, and its collectives."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        matrices: Sequence[Matrix],
+        groups: GridGroups,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(matrices)
+        self.bucket = bucket
+        self.name = (
+            f"bucket {bucket.number} of {len(bucket.row) * len(bucket.column)} ranks"
+        )
+        self._group, self._device = groups.row, device
+        self.rounds = [
+            RoundFlight(self, of_round, groups.column, rank, device)
+            for of_round in bucket.rounds
+        ]
+        kept = sum(move.region.numel for move in bucket.kept) if self.rounds else 0
+        self._numels = sum(bucket.exchange.send_sizes), kept
+        # This rank's shards, and later their updates: first those of the row's other owners, then of its own matrices.
+        self.held = self.sent = self.kept = torch.empty(0)
+        # The others' shards of this rank's matrices, and later their updates.
+        self.owned = self.held
+
+    def take_memory(self) -> None:
+        numel = sum(self.bucket.exchange.receive_sizes)
+        self.owned = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
+        self.held = torch.empty(sum(self._numels), dtype=NS_DTYPE, device=self._device)
+        self.sent, self.kept = self.held.split(self._numels)
+
+    def free_memory(self) -> None:
+        self.held = self.sent = self.kept = self.owned = torch.empty(0)
+
+    def start_gather(self) -> None:
+        """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
+        exchange = self.bucket.exchange
+        sizes = exchange.receive_sizes, exchange.send_sizes
+        self._start("gather", self.owned, self.sent, *sizes)
+
+    def start_scatter(self) -> None:
+        """Starts to send the updates to the row, and to receive those of this rank's shards."""
+        exchange = self.bucket.exchange
+        sizes = exchange.send_sizes, exchange.receive_sizes
+        self._start("scatter", self.sent, self.owned, *sizes)
+
+    def start_rounds(self, first: int, count: int) -> None:
+        """Starts to exchange updates along the column, of which this rank has its row's."""
+        for of_round in self.rounds[first : first + count]:
+            of_round.start(self.held)
+
+    def _start(self, name: str, target: Tensor, source: Tensor, *sizes: Any) -> None:
+        if self._group is None:
+            return
+        # The fake backend refuses an empty side.
+        if is_dry_run() and not (target.numel() and source.numel()):
+            return
+        start = partial(_all_to_all, self._group, *sizes)
+        name = f"{name} of {self.name}"
+        self.launch(name, self.bucket.row, start, target, source)
+
+
+def _all_to_all(
+    group: ProcessGroup,
+    target_sizes: list[int],
+    source_sizes: list[int],
+    target: Tensor,
+    source: Tensor,
+) -> dist.Work:
+    return dist.all_to_all_single(
+        target, source, target_sizes, source_sizes, group=group, async_op=True
+    )
+
+
+class RoundFlight(InFlight):
+    """A round along the column of a bucket."""
+
+    def __init__(
+        self,
+        bucket: BucketFlight,
+        planned: Round,
+        group: ProcessGroup | None,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(bucket.matrices)
+        self.planned = planned
+        self._name, self._column = f"forwarding of {bucket.name}", bucket.bucket.column
+        self._group, self._rank, self._device = group, rank, device
+        # The updates of other rows.
+        self.received = torch.empty(0)
+
+    def start(self, held: Tensor) -> None:
+        """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
+        sizes = dict(zip(self._column, self.planned.sizes))
+        own = held.narrow(0, self.planned.start, sizes.pop(self._rank))
+        numels = [*sizes.values()]
+        self.received = held.new_empty(sum(numels))
+        piece_of = dict(zip(sizes, self.received.split(numels)))
+        piece_of[self._rank] = own
+        pieces = [piece_of[peer] for peer in self._column]
+        if self._device.type != "cpu":
+            # One call, which NCCL makes as a group of broadcasts.
+            start = partial(_all_gather, self._group, own)
+            self.launch(self._name, self._column, start, *pieces)
+            return
+        # Gloo has no all-gather of different sizes.
+        for peer, piece in zip(self._column, pieces):
+            if piece.numel():
+                start = partial(
+                    dist.broadcast, src=peer, group=self._group, async_op=True
+                )
+                self.launch(self._name, self._column, start, piece)
+
+
+def _all_gather(
+    group: ProcessGroup | None, own: Tensor, *pieces: Tensor
+) -> dist.Work | None:
+    return dist.all_gather(list(pieces), own, group=group, async_op=True)
+
+
+class PackedStep:
+    """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid with several ranks, and
+    ``serials`` the number of this optimizer among those over the same grid.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Param],
+        groups: Mapping[Grid, GridGroups],
+        serials: Mapping[Grid, int],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.progress = Progress()
+        # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
+        self._memory_device = self.device = device
+        # Whether nobody has asked how ranks differed in the last step.
+        self.is_unread = False
+        self._plan, self._rank = plan, rank
+        self.buckets: list[BucketFlight] = []
+        for bucket in plan.buckets:
+            matrices = [plan.matrices[index] for index in bucket.matrices]
+            of_grid = groups[bucket.grid]
+            flight = BucketFlight(bucket, matrices, of_grid, rank, device)
+            self.buckets.append(flight)
+        self._operations: list[tuple[Phase, BucketFlight, str]] = []
+        for phase, index in plan.operations:
+            flight = self.buckets[index]
+            label = f"Muon {phase.value}, {flight.name}"
+            self._operations.append((phase, flight, label))
+        statuses: list[Statuses] = []
+        for grid, indices in by_grid(plan.matrices).items():
+            if groups[grid].several:
+                shared = [plan.matrices[index] for index in indices]
+                channel = Statuses(shared, params, groups[grid], serials[grid], device)
+                # Smaller grids first.
+                statuses.insert(0, channel)
+        self.side_channel = SideChannel(statuses)
+        self._sent_whole = self._params_sent_whole(params)
+        # Those of which kernels take the gradient into momentum where they blend the two.
+        self._fused: set[int] = set()
+
+    def _params_sent_whole(self, params: Sequence[Param]) -> set[int]:
+        """The indices of the parameters of which this rank blends all that it stores, in regions without gaps."""
+        whole: set[int] = set()
+        others: set[int] = set()
+        for flight in self.buckets:
+            for index, matrix in zip(flight.bucket.matrices, flight.matrices):
+                regions = matrix.layout.regions_of(self._rank)
+                is_whole = (
+                    self._plan.owners[index] in flight.bucket.row
+                    and not params[matrix.index].is_sum
+                    and all(region.is_contiguous for region in regions)
+                )
+                (whole if is_whole else others).add(matrix.index)
+        return whole - others
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def awaits_statuses(self) -> bool:
+        """Whether ranks know how they differ before anything moves."""
+        return self.side_channel.awaits
+
+    @property
+    def where(self) -> str:
+        """The phase of the step that is running or failed; "" between steps."""
+        return str(self.progress)
+
+    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
+        """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result. Without
+        ``inputs``, this rank raises an error, and tells the others that it has a problem.
+        """
+        self.progress.now = "statuses", self.side_channel.matrices
+        self.is_unread = not self.side_channel.awaits
+        return self.side_channel.share(step, inputs)
+
+    def mismatch(self) -> str:
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+        self.is_unread = False
+        return self.side_channel.difference()
+
+    def drain(self) -> None:
+        """After an error, waits for everything in flight. Its memory stays, because a failed collective may write to it."""
+        drain(self.side_channel.statuses)
+        for flight in self.buckets:
+            drain([flight, *flight.rounds])
+
+    def run(self, inputs: StepInputs) -> None:
+        """Makes a step. DTensor's collectives for gradients come first."""
+        inputs.place(self.progress)
+        self._fused = self._params_with_kernels(inputs)
+        for phase, flight, label in self._operations:
+            self.progress.now = phase.value, flight.matrices
+            with _RecordFunctionFast(label):
+                if phase is Phase.GATHER:
+                    self._gather(flight, inputs)
+                elif phase is Phase.COMPUTE:
+                    self._compute(flight, inputs)
+                elif phase is Phase.FORWARD:
+                    self._wait(flight, "scatter")
+                    flight.start_rounds(0, ROUNDS_IN_FLIGHT)
+                else:
+                    self._apply_updates(flight, inputs)
+        self.side_channel.finish()
+        self.progress.now = "", ()
+
+    def _params_with_kernels(self, inputs: StepInputs) -> set[int]:
+        has_kernels = [f.has_kernels(self.device) for f in inputs.formulas]
+        fused: set[int] = set()
+        if any(has_kernels):
+            for index in self._sent_whole:
+                if has_kernels[inputs.params[index].param.param_group]:
+                    fused.add(index)
+        return fused
+
+    def _wait(self, flight: InFlight, collective: str) -> None:
+        self.progress.now = f"wait for {collective}", flight.matrices
+        flight.wait()
+
+    def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
+        """Packs this rank's shards for their owners. The shards of matrices that it owns do not travel."""
+        flight.take_memory()
+        outgoing = flight.bucket.exchange.outgoing
+        self._blend(outgoing, _views(flight.sent, outgoing), inputs)
+        flight.start_gather()
+        indices = dict.fromkeys(matrix.index for matrix in flight.matrices)
+        inputs.accumulate(index for index in indices if index not in self._fused)
+        self._log("gather", flight.bucket.matrices, inputs)
+
+    def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
+        """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
+        self._wait(flight, "gather")
+        bucket = flight.bucket
+        # Matrix -> its packed regions, where its update goes, too.
+        packed: dict[int, list[tuple[Region, Tensor]]] = {}
+        incoming = bucket.exchange.incoming
+        for move, view in zip(incoming, _views(flight.owned, incoming)):
+            packed.setdefault(move.matrix, []).append((move.region, view))
+        forwarded: dict[int, list[tuple[Region, Tensor]]] = {}
+        if flight.rounds:
+            for move, view in zip(bucket.kept, _views(flight.kept, bucket.kept)):
+                forwarded.setdefault(move.matrix, []).append((move.region, view))
+        own: dict[int, list[Move]] = {}
+        for move in bucket.kept:
+            own.setdefault(move.matrix, []).append(move)
+        present: list[int] = []
+        unsent: list[Tensor] = []
+        for index in bucket.owned:
+            if inputs.applies(self._plan.matrices[index]):
+                present.append(index)
+                continue
+            for _, view in (*packed.get(index, ()), *forwarded.get(index, ())):
+                unsent.append(view)
+        if unsent:
+            # They travel, but are not applied.
+            torch._foreach_zero_(unsent)
+        for batch in self._batches(present, inputs):
+            matrices = [self._plan.matrices[index] for index in batch]
+            self.progress.now = Phase.COMPUTE.value, matrices
+            self._log("orthogonalize", batch, inputs)
+            self._orthogonalize(batch, own, packed, forwarded, inputs)
+        self.progress.now = "scatter", flight.matrices
+        flight.start_scatter()
+        if len(bucket.row) == 1:
+            flight.start_rounds(0, ROUNDS_IN_FLIGHT)
+
+    def _batches(
+        self, indices: Sequence[int], inputs: StepInputs
+    ) -> Iterator[list[int]]:
+        """Matrices of one shape and equal options, as many as their formulas allow in a batch."""
+        keys = [formulas.compute_key for formulas in inputs.formulas]
+        alike: dict[tuple, list[int]] = {}
+        for index in indices:
+            matrix = self._plan.matrices[index]
+            group = inputs.params[matrix.index].param.param_group
+            key = keys[group], matrix.shape, matrix.split
+            alike.setdefault(key, []).append(index)
+        for (_, shape, _), members in alike.items():
+            formulas = inputs.formulas_of(self._plan.matrices[members[0]])
+            size = formulas.batch_size(shape, self.device)
+            for start in range(0, len(members), size):
+                yield members[start : start + size]
+
+    def _orthogonalize(
+        self,
+        batch: Sequence[int],
+        own: Mapping[int, Sequence[Move]],
+        packed: Mapping[int, Sequence[tuple[Region, Tensor]]],
+        forwarded: Mapping[int, Sequence[tuple[Region, Tensor]]],
+        inputs: StepInputs,
+    ) -> None:
+        """Assembles the matrices of a batch, orthogonalizes them, and cuts the updates into regions: those that are
+        ``packed`` or ``forwarded``, and this rank's ``own``, which are applied.
+        """
+        first = self._plan.matrices[batch[0]]
+        wholes = torch.empty(
+            (len(batch), *first.shape), dtype=NS_DTYPE, device=self._memory_device
+        )
+        moves: list[Move] = []
+        own_regions: list[Tensor] = []
+        sources: list[Tensor] = []
+        regions: list[Tensor] = []
+        later: list[Tensor] = []
+        later_regions: list[Tensor] = []
+        for index, whole in zip(batch, wholes.unbind()):
+            for move in own.get(index, ()):
+                moves.append(move)
+                own_regions.append(move.region.of_matrix(whole))
+            for region, view in packed.get(index, ()):
+                sources.append(view)
+                regions.append(region.of_matrix(whole))
+            for region, view in forwarded.get(index, ()):
+                later.append(view)
+                later_regions.append(region.of_matrix(whole))
+        self._blend(moves, own_regions, inputs)
+        _copy(regions, sources)
+        inputs.formulas_of(first).orthogonalize_all(wholes)
+        _copy(sources + later, regions + later_regions)
+        # Here and not with the updates that arrive, because the next batch needs the memory.
+        self._apply(moves, own_regions, inputs)
+
+    def _apply_updates(self, flight: BucketFlight, inputs: StepInputs) -> None:
+        """Applies the updates that this rank receives: those of the other rows, and those of its own."""
+        self._wait(flight, "scatter")
+        for number, of_round in enumerate(flight.rounds):
+            self._wait(of_round, "updates of replicas")
+            incoming = of_round.planned.incoming
+            self._apply(incoming, _views(of_round.received, incoming), inputs)
+            of_round.received = torch.empty(0)
+            flight.start_rounds(number + ROUNDS_IN_FLIGHT, 1)
+        # After the rounds, which send them.
+        outgoing = flight.bucket.exchange.outgoing
+        self._apply(outgoing, _views(flight.sent, outgoing), inputs)
+        flight.free_memory()
+
+    def _blend(
+        self, moves: Sequence[Move], targets: Sequence[Tensor], inputs: StepInputs
+    ) -> None:
+        """Writes regions of the tensors to orthogonalize to ``targets``: momentum, blended with the gradient if nesterov;
+        without a gradient momentum, so that the owner receives defined values.
+        """
+        if self._is_cpu:
+            # One matrix after another, while it is in the cache.
+            for move, target in zip(moves, targets):
+                self._blend_together([move], [target], inputs)
+            return
+
+        def kind_of(place: int) -> Hashable:
+            index = self._plan.matrices[moves[place].matrix].index
+            # The kernels take contiguous targets only.
+            is_contiguous = targets[place].is_contiguous()
+            group = inputs.params[index].param.param_group
+            return group, index in self._fused, is_contiguous
+
+        for places in self._together(moves, kind_of, inputs):
+            together = [moves[place] for place in places]
+            written = [targets[place] for place in places]
+            self._blend_together(together, written, inputs)
+
+    def _blend_together(
+        self, moves: Sequence[Move], targets: list[Tensor], inputs: StepInputs
+    ) -> None:
+        """The same for regions of one kind, in one foreach call."""
+        indices = [self._plan.matrices[move.matrix].index for move in moves]
+        is_fused = indices[0] in self._fused
+        if not is_fused:
+            inputs.accumulate(indices)
+        momenta: list[Tensor] = []
+        gradients: list[Any] = []
+        for index, (_, region) in zip(indices, moves):
+            of_param = inputs.params[index]
+            momentum = region.of_local(of_param.momentum)
+            momenta.append(momentum)
+            if of_param.gradient is not None:
+                gradients.append(region.of_local(of_param.gradient))
+            else:
+                gradients.append(None if is_fused else momentum)
+        formulas = inputs.formulas[inputs.params[indices[0]].param.param_group]
+        if is_fused:
+            formulas.accumulate_and_blend(momenta, gradients, targets)
+        else:
+            torch._foreach_copy_(targets, formulas.blend(momenta, gradients))
+
+    def _apply(
+        self, moves: Sequence[Move], updates: Sequence[Tensor], inputs: StepInputs
+    ) -> None:
+        """Decays and updates regions of parameters."""
+        applied: list[Move] = []
+        pieces: list[tuple[Matrix, Sequence[int], Tensor, Tensor]] = []
+        for move, update in zip(moves, updates):
+            matrix, region = self._plan.matrices[move.matrix], move.region
+            if not inputs.applies(matrix):
+                continue
+            param = region.of_local(inputs.params[matrix.index].local)
+            if param.device != update.device:
+                # An offloaded parameter.
+                update = update.to(param.device)
+            if not matrix.split.sizes:
+                applied.append(move)
+                pieces.append((matrix, matrix.shape, param, update))
+                continue
+            for piece in inputs.pieces(matrix, region[:2], param, update):
+                applied.append(move)
+                pieces.append((matrix, *piece))
+        if self._is_cpu:
+            for matrix, shape, param, update in pieces:
+                inputs.apply(matrix, shape, [param], [update])
+        else:
+
+            def kind_of(place: int) -> Hashable:
+                matrix, shape, param, _ = pieces[place]
+                group = inputs.params[matrix.index].param.param_group
+                # One launch rounds to one dtype.
+                return group, shape, param.device, param.dtype
+
+            for places in self._together(applied, kind_of, inputs):
+                matrix, shape, _, _ = pieces[places[0]]
+                params = [pieces[place][2] for place in places]
+                given = [pieces[place][3] for place in places]
+                inputs.apply(matrix, shape, params, given)
+        self._log("apply", (move.matrix for move in applied), inputs)
+
+    def _together(
+        self,
+        moves: Sequence[Move],
+        kind_of: Callable[[int], Hashable],
+        inputs: StepInputs,
+    ) -> Iterator[list[int]]:
+        """The places of ``moves`` whose regions an accelerator takes in one foreach call: up to ``TOGETHER_BYTES`` of one
+        kind.
+        """
+        alike: dict[Hashable, list[int]] = {}
+        for place in range(len(moves)):
+            alike.setdefault(kind_of(place), []).append(place)
+        for places in alike.values():
+            matrix = self._plan.matrices[moves[places[0]].matrix]
+            if inputs.formulas_of(matrix).has_kernels(self.device):
+                # All regions in one launch, which needs no memory of its own.
+                yield places
+                continue
+            room, chunk = TOGETHER_BYTES, []
+            for place in places:
+                index, region = moves[place]
+                nbytes = region.numel * self._plan.matrices[index].dtype.itemsize
+                if chunk and nbytes > room:
+                    yield chunk
+                    room, chunk = TOGETHER_BYTES, []
+                chunk.append(place)
+                room -= nbytes
+            yield chunk
+
+    def _log(self, phase: str, indices: Any, inputs: StepInputs) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            for index in indices:
+                matrix, owner = self._plan.matrices[index], self._plan.owners[index]
+                values = inputs.rank, phase, matrix.described, owner
+                log.debug("rank %d: %s %s, owner %d", *values)
+
+    def reserve(self, prefetch_count: int) -> None:
+        """Takes and frees the memory of the buckets that are in flight together, of each grid."""
+        for flight in self.buckets:
+            has_forward = len(flight.bucket.row) > 1 and bool(flight.rounds)
+            if flight.bucket.number < prefetch_count + 2 + has_forward:
+                flight.take_memory()
+        for flight in self.buckets:
+            flight.free_memory()
+
+    def connect(self) -> None:
+        """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
+        they first exchange something. With other collectives in flight, ranks may wait for each other.
+        """
+        try:
+            for statuses in self.side_channel.statuses:
+                statuses.reduce()
+                self._finish(statuses)
+            for flight in self.buckets:
+                flight.take_memory()
+                # A debugging backend looks for NaN in what is sent.
+                for memory in flight.held, flight.owned:
+                    memory.zero_()
+                flight.start_gather()
+                self._finish(flight)
+                flight.start_scatter()
+                self._finish(flight)
+                for number, of_round in enumerate(flight.rounds):
+                    flight.start_rounds(number, 1)
+                    self._finish(of_round)
+                    of_round.received = torch.empty(0)
+                flight.free_memory()
+        except BaseException:
+            self.drain()
+            raise
+
+    def _finish(self, flight: InFlight) -> None:
+        flight.wait()
+        if not self._is_cpu and torch.accelerator.is_available():
+            torch.accelerator.synchronize(self.device)
+
+
+def _views(flat: Tensor, moves: Sequence[Move]) -> list[Tensor]:
+    """The views of packed memory, one for each region."""
+    parts = flat.split([region.numel for _, region in moves])
+    return [
+        part.view(region.height, region.width)
+        for part, (_, region) in zip(parts, moves)
+    ]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # Foreach functions refuse empty lists.
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,131 @@
+"""The dimension along which tensor parallelism cuts a parameter: as users say it, or as placements and marks show it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn, Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from . import fsdp1
+from .process_groups import group_ranks
+
+
+class TPDims:
+    """What a config's ``state`` says about the parameters that ``group`` (None: no tensor parallelism) cuts."""
+
+    def __init__(self, state: Mapping[str, Any], group: ProcessGroup | None) -> None:
+        self.group = group
+        # Config index -> dimension; None if the user said nothing.
+        self.by_index: Mapping[int, int] | None = state.get("tp_dim_per_param")
+        self.default: int | None = state.get("tp_dim_default")
+        # Whether the parameters that were read last show which of them PyTorch's tensor parallelism cut.
+        self.are_shown = False
+
+    def of(self, config_index: int) -> int | None:
+        """The dimension along which TP cuts a parameter; None if it does not."""
+        return (self.by_index or {}).get(config_index, self.default)
+
+    def of_plain(self, config_index: int) -> int | None:
+        """Like :meth:`of`, for a parameter without placements. An int is for models in which no parameter has
+        them. PyTorch's tensor parallelism leaves such a parameter whole.
+        """
+        is_named = config_index in (self.by_index or {})
+        return None if self.are_shown and not is_named else self.of(config_index)
+
+    def of_plain_or_mark(
+        self, config_index: int, described: str, param: Tensor
+    ) -> int | None:
+        """Like :meth:`of_plain`, or else by the framework's mark. Raises ValueError if neither says anything."""
+        dim = self.of_plain(config_index)
+        mark = tp_mark_of(param)
+        if dim is not None:
+            return dim % max(2, param.ndim)
+        if self.by_index is not None or mark == -1:
+            return None
+        if mark is not None:
+            return mark
+        if self.are_shown:
+            return None
+        raise ValueError(
+            f"{described}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
+            "that lacks those that are not cut (see detect_tp_dims_from_model), or an int for all"
+        )
+
+    def check(self, config_index: int, tensor: Tensor, index: int) -> None:
+        """Raises IndexError if ``tensor`` does not have its TP dimension."""
+        dim = self.of(config_index)
+        # The matrices in a flat parameter have two dimensions.
+        ndim = max(2, tensor.ndim)
+        if dim is not None and not -ndim <= dim < ndim:
+            raise IndexError(
+                f"tp_dim_per_param says dimension {dim} of parameter {index}, which has {ndim} and shape {tuple(tensor.shape)}"
+            )
+
+    def look_at(self, params: Sequence[Tensor], views: fsdp1.Views | None) -> None:
+        """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut."""
+        self.are_shown = self.group is not None and (
+            _are_flattened_dtensors(params, views)
+            or _are_on_mesh_of(params, self.group)
+        )
+
+
+def _are_flattened_dtensors(
+    params: Sequence[Tensor], views: fsdp1.Views | None
+) -> bool:
+    """Whether FSDP1 has flattened a DTensor."""
+    tensors: list[fsdp1.FlatTensor] = []
+    for inside, _ in (views or {}).values():
+        tensors += inside
+    for param in params:
+        if getattr(param, "_is_flat_param", False):
+            tensors += fsdp1.tensors_of(param)
+    return any(tensor.tp is not None for tensor in tensors)
+
+
+def _are_on_mesh_of(params: Sequence[Tensor], group: ProcessGroup) -> bool:
+    """Whether a DTensor's mesh has a dimension with the ranks of ``group``."""
+    ranks = group_ranks(group)
+    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+    for mesh in meshes:
+        if any(group_ranks(other) == ranks for other in mesh.get_all_groups()):
+            return True
+    return False
+
+
+def tp_mark_of(param: Tensor) -> int | None:
+    """The dimension along which a framework says that TP cuts ``param``; -1 for none."""
+    for mark in ("tp_dim", "partition_dim"):
+        dim = getattr(param, mark, None)
+        if isinstance(dim, int):
+            return max(dim, -1)
+    return None
+
+
+def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | None]:
+    """For each parameter of ``model``, the dimension along which TP cuts it; -1 for none; None if nothing says so."""
+    views: fsdp1.Views = {}
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        views = fsdp1.views(model)
+    dims: dict[int, int | None] = {}
+    has_placements = False
+    for index, param in enumerate(params):
+        tensors, _ = views.get(param, ((), {}))
+        specs = [tensor.tp for tensor in tensors if tensor.tp is not None]
+        if isinstance(param, DTensor):
+            # TP is the innermost mesh dimension, because fully_shard puts its own before it.
+            placements = [*reversed(param.placements)]
+        else:
+            placements = [placement for spec in specs for placement in spec.placements]
+        has_placements = has_placements or bool(placements)
+        dims[index] = tp_mark_of(param)
+        if len(tensors) > 1 and specs:
+            # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
+            dims[index] = -1
+        elif dims[index] is None and placements:
+            sharded = [p.dim for p in placements if hasattr(p, "dim")]
+            dims[index] = sharded[0] % max(2, param.ndim) if sharded else -1
+    if has_placements:
+        return {index: -1 if dim is None else dim for index, dim in dims.items()}
+    return dims
