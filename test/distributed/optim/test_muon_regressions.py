@@ -145,6 +145,33 @@ class TestMuonRegressions(common_muon.OnCPU):
                 twins.optimizer.step()
                 self.assertParity(twins, f"wrapped: {names}")
 
+    def test_order_across_meshes(self):
+        """Matrices of a mesh and of a part of it meet in one grid, and ranks compare the order on each mesh alone."""
+        mesh, order = common_muon.grid_of(2, 2), (0, 1) if self.rank % 2 else (1, 0)
+        placed = [Spec((4, 8, 6), mesh, (S0, S1)), Spec((8, 6), mesh["b"], (S0,))]
+        in_order = [placed[number] for number in order]
+        twins = Twins(in_order, seeds=order, allow_batched_matrices=True)
+        self.assertTrainsAlike(twins, 2)
+
+    def test_unusable_momentum_everywhere(self):
+        """A rank with an empty shard left the step, and the others compared values of replicas."""
+        mesh = common_muon.grid_of(2, 2)
+        twins = Twins([Spec((8, 6), mesh, (R, S0)), Spec((1, 6), mesh, (R, S0))])
+        twins.set_gradients()
+        state = twins.optimizer.state[twins.params[0]]
+        state["momentum_buffer"] = torch.ones(6, 8)
+        for _ in range(2):
+            self.assertRaisesEverywhere(
+                twins.optimizer.step,
+                RuntimeError,
+                r"momentum buffer has shape \(6, 8\)",
+            )
+        del state["momentum_buffer"]
+        twins.optimizer.step()
+        twins.single.step()
+        # The steps that were broken off count as steps, and moved nothing.
+        self.assertParity(twins)
+
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
         line = DeviceMesh(common_muon.device().type, [3, 1, 0, 2])

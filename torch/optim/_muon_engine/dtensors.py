@@ -100,7 +100,7 @@ class DTensorReader:
         infos: Sequence[ParamInfo] = (),
         check: Callable[[], None] = lambda: None,
     ) -> list[Matrix]:
-        """The matrices in ``params``, in the order of their indices. Raises the error of ``check``, or a ValueError for a
+        """The matrices in ``params``, in an order that all ranks share. Raises the error of ``check``, or a ValueError for a
         parameter that cannot be read. The ranks agree later. ``infos`` are about each parameter (default: its index is
         its config index).
         """
@@ -116,7 +116,7 @@ class DTensorReader:
             if of_param:
                 self.by_param[index] = of_param, param
                 matrices += of_param
-        return list(checked(matrices))
+        return in_order_of_meshes(checked(matrices), params)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Placements say what TP cuts."""
@@ -198,6 +198,22 @@ def facts_of(
         described = describe(index, param.shape, name)
         facts.append(Fact(ranks, groups_of[ranks], index, described, fields))
     return facts, candidates
+
+
+def in_order_of_meshes(
+    matrices: Sequence[Matrix], params: Sequence[Tensor]
+) -> list[Matrix]:
+    """The ``matrices`` of ``params`` by their meshes, and in the order of indices. Ranks compare the order of parameters on
+    each mesh, but not across meshes, whose matrices may meet in one grid.
+    """
+    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+    in_order = sorted(meshes, key=_order_of_mesh)
+    place_of: dict[Any, int] = {mesh: at for at, mesh in enumerate(in_order, 1)}
+
+    def place(matrix: Matrix) -> int:
+        return place_of.get(getattr(params[matrix.index], "device_mesh", None), 0)
+
+    return sorted(matrices, key=place)
 
 
 def _order_of_mesh(mesh: DeviceMesh) -> tuple:

@@ -21,7 +21,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
 from .agreement import all_gather_object, Problem, raising_everywhere, reaching
-from .dtensors import DTensorLayouts, Fact, facts_of, info_of, mesh_ranks, ParamInfo
+from .dtensors import (
+    DTensorLayouts,
+    Fact,
+    facts_of,
+    in_order_of_meshes,
+    info_of,
+    mesh_ranks,
+    ParamInfo,
+)
 from .joins import Cut, Cuts, hashed, in_words, join, KINDS, Name, Part, Told
 from .local import local_part, traits_of
 from .process_groups import (
@@ -143,7 +151,7 @@ class GroupsReader:
         joined = [m for m, cuts in zip(matrices, parts.cuts, strict=True) if cuts]
         self.facts += self._facts(joined)
         # Ranks may list the same experts in different orders, and must share one order.
-        return sorted(matrices, key=_dense_first)
+        return sorted(in_order_of_meshes(matrices, params), key=_dense_first)
 
     def _named_by_expert(self, fact: Fact) -> tuple[int, Fact]:
         """The id of a parameter's expert, -1 for none, and the ``fact`` with that name."""
