@@ -14,7 +14,7 @@ from torch.optim._muon_engine.plan import (
     make_plan,
     order_of_operations,
 )
-from torch.optim._muon_engine.regions import Layout, Matrix, Region
+from torch.optim._muon_engine.regions import checked, Layout, Matrix, Region
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -51,6 +51,33 @@ def grid_of(replicas, shards, first=0):
         tuple(range(first + row * shards, first + (row + 1) * shards))
         for row in range(replicas)
     )
+
+
+class TestRegions(TestCase):
+    def test_no_tilings(self):
+        """Regions that leave a gap, overlap, or are out of place are an error that names the matrix."""
+        upper, lower = Region(0, 0, 2, 4, 0, 4), Region(2, 0, 2, 4, 0, 4)
+        for regions, problem in (
+            ([upper, lower], ""),
+            ([upper], "its pieces hold 8 of 16 elements"),
+            ([upper, lower._replace(row=1)], "pieces overlap: rows 1 to 2, column 0"),
+            ([upper, lower._replace(row=3)], "its pieces hold 16 of 16 elements"),
+            ([upper._replace(width=2), lower._replace(column=2)], "its pieces hold"),
+        ):
+            shards = tuple((region,) for region in regions)
+            layout = Layout((tuple(range(len(regions))),), shards)
+            matrix = Matrix(0, (4, 4), torch.float32, layout, "made up", name="w")
+            with self.subTest(problem=problem):
+                if not problem:
+                    self.assertEqual(checked([matrix]), [matrix])
+                    continue
+                with self.assertRaisesRegex(ValueError, f"'w'.*{problem}.*made up"):
+                    checked([matrix])
+
+    def test_local_tensor_that_is_too_small(self):
+        region = Region(0, 0, 2, 4, 8, 4)
+        with self.assertRaisesRegex(ValueError, "does not hold"):
+            region.of_local(torch.zeros(3, 4))
 
 
 class TestOwners(TestCase):
