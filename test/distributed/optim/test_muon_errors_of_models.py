@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
-from torch.optim._muon_reports import hints
+from torch.optim import _muon_reports as hints
 from torch.optim.muon import (
     partition_named_parameters,
     partition_parameters,
