@@ -7,7 +7,9 @@ from collections import Counter
 from unittest import mock
 
 import torch
-from torch.optim._muon_engine import plan
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim._muon_engine import dtensors, groups, plan
 from torch.optim._muon_engine.plan import (
     assign_owners,
     cut_into_buckets,
@@ -78,6 +80,20 @@ class TestRegions(TestCase):
         region = Region(0, 0, 2, 4, 8, 4)
         with self.assertRaisesRegex(ValueError, "does not hold"):
             region.of_local(torch.zeros(3, 4))
+
+    def test_placements_that_muon_does_not_know(self):
+        class Diagonal(Placement):
+            """Neither a shard nor a replica."""
+
+        for placement in (Diagonal(), Partial("avg")):
+            with self.assertRaisesRegex(ValueError, "neither a shard|Muon takes no"):
+                dtensors._cuts(placement)
+
+    def test_flat_parameter_of_a_mesh_of_two_dimensions(self):
+        parts = groups.OwnParts(groups.GroupsReader({}))
+        spec = mock.Mock(mesh=mock.Mock(ndim=2))
+        with self.assertRaisesRegex(ValueError, "mesh of 2 dimensions"):
+            parts._tp_of_spec(0, "w", spec)
 
 
 class TestOwners(TestCase):

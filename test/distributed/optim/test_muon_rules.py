@@ -326,6 +326,13 @@ class TestMuonRules(RulesTestCase):
                     logs[number] = accelerator.log
                 self.assertEqual(deadlock(logs, in_turn=True), [])
 
+    def test_an_error_while_ranks_connect(self):
+        broken = mock.Mock(side_effect=RuntimeError("broken"))
+        with Rank(PROGRAMS["sharded"], 1, LAZY) as rank, Accelerator():
+            with mock.patch.object(dist, "all_to_all_single", broken):
+                with self.assertRaisesRegex(RuntimeError, "the gather of .* failed"):
+                    rank.build()
+
     def launches_of(self, world, number, count):
         """The operations of a step by name, but for the products."""
         ranks = tuple(range(world))
