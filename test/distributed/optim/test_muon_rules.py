@@ -332,6 +332,12 @@ class TestMuonRules(RulesTestCase):
             with mock.patch.object(dist, "all_to_all_single", broken):
                 with self.assertRaisesRegex(RuntimeError, "the gather of .* failed"):
                     rank.build()
+        # An error of this rank's own device keeps its type.
+        without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        with Rank(PROGRAMS["sharded"], 1) as rank:
+            with mock.patch.object(dist, "all_reduce", without_memory):
+                with self.assertRaisesRegex(torch.OutOfMemoryError, "^no memory"):
+                    rank.build()
 
     def launches_of(self, world, number, count):
         """The operations of a step by name, but for the products."""
