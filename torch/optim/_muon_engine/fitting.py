@@ -173,7 +173,8 @@ def cut_out(matrices: Sequence[Matrix], full: Tensor, like: Tensor) -> Tensor:
         return like_param(like, local)
     for matrix in matrices:
         if rank in matrix.layout.ranks:
-            whole = full.reshape(-1, *matrix.shape)[matrix.sub]
+            # A matrix without elements has no regions.
             for region in matrix.layout.regions_of(rank):
+                whole = full.reshape(-1, *matrix.shape)[matrix.sub]
                 region.of_local(local).copy_(region.of_matrix(whole))
     return like_param(like, local)

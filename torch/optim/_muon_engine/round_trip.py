@@ -63,10 +63,11 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
     full = piece.new_zeros(shape)
     for matrix in matrices:
-        target = full.view(-1, *matrix.shape)[matrix.sub]
         first_replicas, *_ = matrix.layout.grid
         for rank, regions in zip(first_replicas, matrix.layout.shards):
+            # A matrix without elements has no regions.
             for region in regions:
+                target = full.view(-1, *matrix.shape)[matrix.sub]
                 region.of_matrix(target).copy_(region.of_local(pieces[rank]))
     return full
 
