@@ -193,14 +193,15 @@ class Engine:
         """The owner of each matrix, and the parameters of each owner."""
         if self.reader is not None:
             describe_state(self.reader, self.config.state)
-        if not self.is_packed or not is_from_factory(self.config, "assign"):
-            from .functions import call_assign_fn, check_stacks
+            if not self.is_packed:
+                from .functions import check_stacks
 
-            if self.reader is not None and not self.is_packed:
                 check_stacks(self.params, matrices)
-            if self.reader is None or not is_from_factory(self.config, "assign"):
-                return call_assign_fn(self, matrices)
-        return choose_owners(len(self.params), matrices)
+            if is_from_factory(self.config, "assign"):
+                return choose_owners(len(self.params), matrices)
+        from .functions import call_assign_fn
+
+        return call_assign_fn(self, matrices)
 
     def _meetings(
         self, reader: Reader, before: set[Tensor], device_type: str

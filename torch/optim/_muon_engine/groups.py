@@ -4,7 +4,6 @@ A group does not say how its ranks cut a matrix. So in each group, ranks tell ea
 ``joins``), and tell the next group the result. Only here do readers have collectives.
 """
 
-import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from .dtensors import (
     info_of,
     mesh_ranks,
     ParamInfo,
+    whole_matrices,
 )
 from .joins import Cut, Cuts, hashed, in_words, join, KINDS, Name, Part, Told
 from .local import local_part, traits_of
@@ -45,11 +45,9 @@ from .regions import (
     describe,
     Layout,
     Matrix,
-    matrix_shape,
     not_2d,
     place_in_order,
     ranks_of,
-    Region,
     Regions,
 )
 from .tp_dims import tp_mark_of, TPDims
@@ -373,12 +371,10 @@ class OwnParts:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stack_dims}
         cuts = self._cuts_of(groups, dims)
-        rows, columns = matrix_shape(param.shape, flatten)
-        numel = rows * columns
-        for sub in range(math.prod(param.shape[:stack_dims])):
-            region = Region(0, 0, rows, columns, sub * numel, columns)
-            regions = (region,) if numel else ()
-            matrix = replace(template, sub=sub, shape=(rows, columns))
+        form = template.split, flatten
+        for matrix in whole_matrices(template.index, template.name, param, form):
+            (regions,) = matrix.layout.shards
+            matrix = replace(matrix, expert=template.expert)
             self._add_part(matrix, param, regions, cuts)
 
     def _add_flat(

@@ -85,6 +85,16 @@ class Phase(Enum):
     APPLY = "apply"
 
 
+def has_forward(grid: Grid) -> bool:
+    """Whether ``grid`` has rows and columns of several ranks, so that updates travel along both."""
+    return len(grid) > 1 and len(grid[0]) > 1
+
+
+def buckets_in_flight(grid: Grid, prefetch_count: int) -> int:
+    """How many buckets of ``grid`` have memory at the same time. With rows and columns, updates travel for two turns."""
+    return prefetch_count + 2 + has_forward(grid)
+
+
 class Operation(NamedTuple):
     """A phase of the ``bucket``-th bucket of a rank."""
 
@@ -159,7 +169,7 @@ def order_of_operations(
     keyed: list[tuple[tuple, Operation]] = []
     for index, (grid, k) in enumerate(buckets):
         place, last = places[grid], counts[grid] - 1
-        has_forward = len(grid) > 1 and len(grid[0]) > 1
+        forwards = has_forward(grid)
 
         def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
             return (1, place, turn, step) if turn <= last else after
@@ -168,12 +178,12 @@ def order_of_operations(
         if k > prefetch_count:
             gather = (1, place, k - prefetch_count - 1, 3)
         forward = during_compute_or_after(k + 1, 1, (2, 0, place))
-        apply = during_compute_or_after(k + 1 + has_forward, 2, (2, 1, place, k))
+        apply = during_compute_or_after(k + 1 + forwards, 2, (2, 1, place, k))
         if is_serial:
             forward, apply = (1, place, k, 1), (1, place, k, 2)
         keyed.append((gather, Operation(Phase.GATHER, index)))
         keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
-        if has_forward:
+        if forwards:
             keyed.append((forward, Operation(Phase.FORWARD, index)))
         keyed.append((apply, Operation(Phase.APPLY, index)))
     return [operation for _, operation in sorted(keyed, key=lambda pair: pair[0])]
@@ -271,9 +281,7 @@ def cut_into_buckets(
     wanted = max(fewest, min(MAX_BUCKETS, longest))
     counts = [*range(wanted, fewest - 1, -1)]
     counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
-    grid = matrices[members[0]].layout.grid
-    # With rows and columns, a bucket's updates travel for two turns.
-    in_flight = prefetch_count + 2 + (len(grid) > 1 and len(grid[0]) > 1)
+    in_flight = buckets_in_flight(matrices[members[0]].layout.grid, prefetch_count)
     shortest: list[list[int]] = []
     least = math.inf
     # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices fill the time

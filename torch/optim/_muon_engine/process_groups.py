@@ -39,11 +39,6 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {plural or noun + 's'}"
 
 
-def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
-    """The order in which all ranks go through their groups: by size, then by rank."""
-    return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
-
-
 def process_rank() -> int:
     """This process's global rank; 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -19,7 +19,16 @@ from torch.distributed import ProcessGroup
 from .._newton_schulz import NS_DTYPE
 from .flights import drain, InFlight
 from .params import Param, StepInputs
-from .plan import Bucket, by_grid, Move, Phase, Plan, Round, ROUNDS_IN_FLIGHT
+from .plan import (
+    Bucket,
+    buckets_in_flight,
+    by_grid,
+    Move,
+    Phase,
+    Plan,
+    Round,
+    ROUNDS_IN_FLIGHT,
+)
 from .process_groups import GridGroups, is_dry_run, listed
 from .regions import Grid, Matrix, Region
 from .statuses import SideChannel, Statuses
@@ -532,8 +541,8 @@ class PackedStep:
     def reserve(self, prefetch_count: int) -> None:
         """Takes and frees the memory of the buckets that are in flight together, of each grid."""
         for flight in self.buckets:
-            has_forward = len(flight.bucket.row) > 1 and bool(flight.rounds)
-            if flight.bucket.number < prefetch_count + 2 + has_forward:
+            in_flight = buckets_in_flight(flight.bucket.grid, prefetch_count)
+            if flight.bucket.number < in_flight:
                 flight.take_memory()
         for flight in self.buckets:
             flight.free_memory()

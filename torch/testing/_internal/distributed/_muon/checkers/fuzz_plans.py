@@ -6,8 +6,6 @@ import itertools
 import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.process_groups import larger_first
-
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +208,10 @@ class Plan(NamedTuple):
                 for rank in range(WORLD):
                     groups.add(tuple(sorted(self.sharing(other, rank))))
         found: set[int] = set()
-        for ranks in reversed(larger_first(groups)):
+        # Fewer ranks first.
+        for ranks in sorted(
+            groups, key=lambda ranks: (-len(ranks), ranks), reverse=True
+        ):
             if ranks == own or found.intersection(ranks):
                 found.update(ranks)
         return found
