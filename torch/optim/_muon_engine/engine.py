@@ -46,7 +46,7 @@ log = logging.getLogger("torch.optim.muon")
 class StepRunner(Protocol):
     """The steps of an engine: a PackedStep, or a FunctionStep through the user's functions."""
 
-    # Whether nobody has asked how ranks differed in the last step.
+    # Whether the differences of the last step are still to be read.
     is_unread: bool
 
     @property

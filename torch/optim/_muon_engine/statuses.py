@@ -87,7 +87,7 @@ class Statuses(InFlight):
         self._knows_of_problem = False
         # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
         self._was_complete = False
-        # What this rank says, with its complement; what the group reduces; and the result on the host. Only copies
+        # The bytes of this rank, with their complements; the table that the group reduces; and the result on the host. Only copies
         # between a device and pinned memory do not wait.
         tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
         self._own = torch.zeros(tables, 2, BYTES, dtype=torch.uint8, device="cpu")

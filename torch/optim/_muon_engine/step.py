@@ -193,7 +193,7 @@ class PackedStep:
         self.progress = Progress()
         # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
         self._memory_device = self.device = device
-        # Whether nobody has asked how ranks differed in the last step.
+        # Whether the differences of the last step are still to be read.
         self.is_unread = False
         self._plan, self._rank = plan, rank
         self.buckets: list[BucketFlight] = []

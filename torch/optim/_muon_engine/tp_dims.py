@@ -12,7 +12,7 @@ from .process_groups import group_ranks
 
 
 class TPDims:
-    """What a config's ``state`` says about the parameters that ``group`` (None: no tensor parallelism) cuts."""
+    """The dimensions that a config's ``state`` gives for the parameters that ``group`` (None: no tensor parallelism) cuts."""
 
     def __init__(self, state: Mapping[str, Any], group: ProcessGroup | None) -> None:
         self.group = group

@@ -89,7 +89,7 @@ class Call:
             received = given["output_split_sizes"] or even
             self.splits = [sent, received]
             for peer, out, back in zip(comm.ranks, sent, received, strict=True):
-                # What the lower of the two ranks sends comes first.
+                # The size that the lower of the two ranks sends comes first.
                 both = (out, back) if dist.get_rank() < peer else (back, out)
                 self.said[peer] = name, str(read.dtype), *both
 
