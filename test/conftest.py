@@ -108,7 +108,6 @@ UNTRACED_FILES = {
     "test_muon_checkpoints",
     "test_muon_fuzz",
     "test_muon_rules",
-    "test_muon_schedule",
 }
 # Classes of other files that repeat what others execute.
 UNTRACED = {"TestMuonKilled", "TestMuonLongRuns", "TestMuonStopped"}

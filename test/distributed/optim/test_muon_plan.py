@@ -7,6 +7,7 @@ from collections import Counter
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim._muon_engine import dtensors, groups, plan
@@ -18,6 +19,12 @@ from torch.optim._muon_engine.plan import (
 )
 from torch.optim._muon_engine.regions import checked, Layout, Matrix, Region
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.checkers.accelerator import Accelerator
+from torch.testing._internal.distributed._muon.checkers.ranks import (
+    PlacedMatrices,
+    Program,
+    Rank,
+)
 
 
 # Of Llama 3 70B; of DeepSeek-V3, whose experts are an eighth.
@@ -242,6 +249,25 @@ class TestBuckets(TestCase):
                     expected = 0 if row == own_row else matrix.layout.numel_of(rank)
                     with self.subTest(rank=rank, matrix=index):
                         self.assertEqual(received[index], expected)
+
+
+class TestConnecting(TestCase):
+    """One rank, alone, while it builds an engine."""
+
+    program = Program(2, (PlacedMatrices((0, 1), (0,)),))
+
+    def test_an_error_while_ranks_connect(self):
+        broken = mock.Mock(side_effect=RuntimeError("broken"))
+        with Rank(self.program, 1, "lazy:0") as rank, Accelerator():
+            with mock.patch.object(dist, "all_to_all_single", broken):
+                with self.assertRaisesRegex(RuntimeError, "the gather of .* failed"):
+                    rank.build()
+        # An error of this rank's own device keeps its type.
+        without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        with Rank(self.program, 1) as rank:
+            with mock.patch.object(dist, "all_reduce", without_memory):
+                with self.assertRaisesRegex(torch.OutOfMemoryError, "^no memory"):
+                    rank.build()
 
 
 if __name__ == "__main__":

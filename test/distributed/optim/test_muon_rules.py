@@ -326,19 +326,6 @@ class TestMuonRules(RulesTestCase):
                     logs[number] = accelerator.log
                 self.assertEqual(deadlock(logs, in_turn=True), [])
 
-    def test_an_error_while_ranks_connect(self):
-        broken = mock.Mock(side_effect=RuntimeError("broken"))
-        with Rank(PROGRAMS["sharded"], 1, LAZY) as rank, Accelerator():
-            with mock.patch.object(dist, "all_to_all_single", broken):
-                with self.assertRaisesRegex(RuntimeError, "the gather of .* failed"):
-                    rank.build()
-        # An error of this rank's own device keeps its type.
-        without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        with Rank(PROGRAMS["sharded"], 1) as rank:
-            with mock.patch.object(dist, "all_reduce", without_memory):
-                with self.assertRaisesRegex(torch.OutOfMemoryError, "^no memory"):
-                    rank.build()
-
     def launches_of(self, world, number, count):
         """The operations of a step by name, but for the products."""
         ranks = tuple(range(world))
