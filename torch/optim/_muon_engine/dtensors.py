@@ -116,7 +116,7 @@ class DTensorReader:
             if of_param:
                 self.by_param[index] = of_param, param
                 matrices += of_param
-        return in_order_of_meshes(checked(matrices), params)
+        return in_common_order(checked(matrices), self.facts)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Placements say what TP cuts."""
@@ -180,38 +180,40 @@ def facts_of(
             placed.append((index, param))
     # Ranks may list parameters in different orders, and must meet in one mesh of several that have the same ranks.
     meshes = sorted({param.device_mesh for _, param in placed}, key=_order_of_mesh)
+    # The lists of thousands of ranks take long to make.
+    ranks_of = {mesh: mesh_ranks(mesh) for mesh in meshes}
+    arrangements = {mesh: short_name(mesh.mesh.tolist()) for mesh in meshes}
     groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
     candidates: list[ProcessGroup] = []
     for mesh in meshes:
         groups = mesh.get_all_groups()
-        groups_of.setdefault(mesh_ranks(mesh), groups)
+        groups_of.setdefault(ranks_of[mesh], groups)
         candidates += [*groups, *_flattened_groups(mesh)]
     facts: list[Fact] = []
     for index, param in placed:
-        ranks, name = mesh_ranks(param.device_mesh), info_of(infos, index).name
+        ranks, name = ranks_of[param.device_mesh], info_of(infos, index).name
         fields = {
             "name": str(name),
             "shape": str(tuple(param.shape)),
             "placement": _in_words(param),
-            "mesh": short_name(param.device_mesh.mesh.tolist()),
+            "mesh": arrangements[param.device_mesh],
         }
         described = describe(index, param.shape, name)
         facts.append(Fact(ranks, groups_of[ranks], index, described, fields))
     return facts, candidates
 
 
-def in_order_of_meshes(
-    matrices: Sequence[Matrix], params: Sequence[Tensor]
+def in_common_order(
+    matrices: Sequence[Matrix], facts: Sequence[Fact] = ()
 ) -> list[Matrix]:
-    """The ``matrices`` of ``params`` by their meshes, and in the order of indices. Ranks compare the order of parameters on
-    each mesh, but not across meshes, whose matrices may meet in one grid.
+    """The ``matrices`` by the ranks that compare them, and in the order of indices. Experts come last, by their ids. Ranks
+    compare the order of what they all have, but matrices that other ranks compare may meet these in one grid.
     """
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-    in_order = sorted(meshes, key=_order_of_mesh)
-    place_of: dict[Any, int] = {mesh: at for at, mesh in enumerate(in_order, 1)}
+    ranks_of = {fact.index: fact.ranks for fact in facts}
 
-    def place(matrix: Matrix) -> int:
-        return place_of.get(getattr(params[matrix.index], "device_mesh", None), 0)
+    def place(matrix: Matrix) -> tuple[int, Ranks]:
+        expert = -1 if matrix.expert is None else matrix.expert
+        return expert, ranks_of.get(matrix.index, ())
 
     return sorted(matrices, key=place)
 

@@ -24,7 +24,7 @@ from .dtensors import (
     DTensorLayouts,
     Fact,
     facts_of,
-    in_order_of_meshes,
+    in_common_order,
     info_of,
     mesh_ranks,
     ParamInfo,
@@ -148,8 +148,7 @@ class GroupsReader:
         self.candidates = [*parts.group_of.values(), *of_meshes]
         joined = [m for m, cuts in zip(matrices, parts.cuts, strict=True) if cuts]
         self.facts += self._facts(joined)
-        # Ranks may list the same experts in different orders, and must share one order.
-        return sorted(in_order_of_meshes(matrices, params), key=_dense_first)
+        return in_common_order(matrices, self.facts)
 
     def _named_by_expert(self, fact: Fact) -> tuple[int, Fact]:
         """The id of a parameter's expert, -1 for none, and the ``fact`` with that name."""
@@ -166,7 +165,7 @@ class GroupsReader:
         for grid in sorted({m.layout.grid for m in matrices}, key=place_in_order):
             of_grid = grid_groups(grid, self.candidates).several
             groups.setdefault(ranks_of(grid), of_grid)
-        for matrix in sorted(matrices, key=_dense_first):
+        for matrix in in_common_order(matrices):
             layout = matrix.layout
             name = str(matrix.name)
             if matrix.expert is not None:
@@ -196,11 +195,6 @@ class GroupsReader:
         parts.look_at_module()
         parts.add(index, tensor)
         return parts.completed()
-
-
-def _dense_first(matrix: Matrix) -> int:
-    """The place of a matrix: experts come last, by their ids."""
-    return -1 if matrix.expert is None else matrix.expert
 
 
 class OwnParts:
