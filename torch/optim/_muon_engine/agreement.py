@@ -8,7 +8,7 @@ to 255. A rank without an opinion sends zero twice. Ranks send texts only if the
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,22 +90,18 @@ def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]
     return dict(sorted(values.items()))
 
 
-def agree(meetings: Iterable[Meeting], own_error: Exception | None) -> None:
-    """Ranks compare their signatures. All of them raise an error of one of them, or ValueError for the first difference."""
+def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
+    """Ranks compare their signatures, in one order of meetings. All of them raise an error of one of them, or ValueError for
+    the first difference.
+    """
     problem = None if own_error is None else Problem.of(own_error)
-    # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
-    for meeting in sorted(
-        meetings, key=lambda meeting: (len(meeting.ranks), meeting.ranks)
-    ):
-        described = [signature.description for signature in meeting.signatures]
-        with reaching(meeting.ranks, described):
-            found = _disagreement(meeting, problem)
-        problem = problem or found
-    _raise(own_error, problem)
-
-
-def _raise(own_error: Exception | None, problem: Problem | None) -> None:
-    """Raises this rank's error, or else that of another rank, if there is one."""
+    # The tensors of a dry run may be fake, but this exchange is real.
+    with unset_fake_temporarily():
+        for meeting in meetings:
+            described = [signature.description for signature in meeting.signatures]
+            with reaching(meeting.ranks, described):
+                found = _disagreement(meeting, problem)
+            problem = problem or found
     try:
         if own_error is not None:
             raise own_error
@@ -135,26 +131,6 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
             return reported
     everyone = [signatures for _, signatures in answers.values()]
     return Problem(ValueError, _first_difference([*answers], everyone))
-
-
-@contextmanager
-def raising_everywhere(
-    groups: Iterable[ProcessGroup], names: Sequence[str] = ()
-) -> Iterator[None]:
-    """The ranks of ``groups``, which share matrices with these ``names``, raise an error of one body on all ranks."""
-    own_error = problem = None
-    try:
-        yield
-    except Exception as error:
-        own_error = error
-        problem = Problem.of(error)
-    # The tensors of a dry run may be fake, but this exchange is real.
-    with unset_fake_temporarily():
-        for group in groups:
-            with reaching(process_groups.group_ranks(group), names):
-                reported = all_gather_object(problem, group)
-            problem = problem or next(filter(None, reported), None)
-    _raise(own_error, problem)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import process_groups
-from .agreement import agree, Meeting, raising_everywhere, Signature
+from .agreement import agree, Meeting, Signature
 from .config import DistributedConfig
 from .dtensors import ParamInfo, Reader
 from .factory import (
@@ -36,38 +36,11 @@ from .params import (
 )
 from .plan import by_grid, make_plan, Plan
 from .process_groups import counters_of, grid_groups, GridGroups, listed
-from .regions import Grid, Matrix
-from .step import PackedStep
+from .regions import Grid, Matrix, ranks_of
+from .step import PackedStep, Runner
 
 
 log = logging.getLogger("torch.optim.muon")
-
-
-class StepRunner(Protocol):
-    """The steps of an engine: a PackedStep, or a FunctionStep through the user's functions."""
-
-    # Whether the differences of the last step are still to be read.
-    is_unread: bool
-
-    @property
-    def awaits_statuses(self) -> bool:
-        """Whether ranks know how they differ before anything moves."""
-
-    @property
-    def where(self) -> str:
-        """The phase of the step that is running or failed; "" between steps."""
-
-    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
-        """Begins a step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank raises an error."""
-
-    def run(self, inputs: StepInputs) -> None:
-        """Makes the rest of the step."""
-
-    def drain(self) -> None:
-        """After an error, waits for everything in flight."""
-
-    def mismatch(self) -> str:
-        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
 
 
 class Engine:
@@ -99,7 +72,7 @@ class Engine:
         # By grid: the groups of this rank's row and column, and the number of this optimizer among those over the grid.
         self.groups: dict[Grid, GridGroups] = {}
         self._serials: dict[Grid, int] = {}
-        self._runner: StepRunner | None = None
+        self._runner: Runner | None = None
         # The options that the last step was made with.
         self._options: list[tuple] | None = None
         replaced: list[Replacement] = []
@@ -247,16 +220,22 @@ class Engine:
             if len(ranks) > 1:
                 several = [group for group in groups[ranks] if group.size() > 1]
                 meetings.append(Meeting(ranks, several, of_ranks))
-        return meetings
+        # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
+        return sorted(meetings, key=lambda of: (len(of.ranks), of.ranks))
 
     def _connect(self, device_index: int | None) -> None:
         """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
-        several = [
-            group for of_grid in self.groups.values() for group in of_grid.several
-        ]
+        meetings: list[Meeting] = []
+        for grid, groups in self.groups.items():
+            meetings.append(Meeting(ranks_of(grid), groups.several, ()))
         runner = self._make_runner()
-        with torch.accelerator.device_index(device_index), raising_everywhere(several):
-            runner.reserve(self.config.prefetch_count)
+        own_error = None
+        with torch.accelerator.device_index(device_index):
+            try:
+                runner.reserve(self.config.prefetch_count)
+            except Exception as error:
+                own_error = error
+            agree(meetings, own_error)
         runner.connect()
 
     def _in_common_order(self) -> list[Param]:
@@ -343,8 +322,8 @@ class Engine:
         """
         if self.is_packed:
             self.synchronize()
-            channel = self._make_runner().side_channel
-            difference = channel.share(self.steps, None, has_changed=True)
+            runner = self._make_runner()
+            difference = runner.share_statuses(self.steps, None, has_changed=True)
             if difference:
                 raise RuntimeError(difference)
 
@@ -436,7 +415,7 @@ class Engine:
 
     def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
         """Records the failure. If parameters may have moved on some ranks only, this optimizer does not go on."""
-        where = self._runner.where if self._runner is not None else ""
+        where = str(self._runner.progress) if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
         if others_may_go_on and where and is_own:

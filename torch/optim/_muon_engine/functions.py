@@ -20,7 +20,7 @@ from .local import is_dtensor, like_param, local_part, takes_update
 from .params import Param, StepInputs
 from .process_groups import listed, spanning_group
 from .regions import Matrix, matrix_shape
-from .step import Progress
+from .step import Runner
 
 
 def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
@@ -93,21 +93,16 @@ def _check_counts(counts: Counter[int], described: Sequence[str]) -> None:
         )
 
 
-class FunctionStep:
+class FunctionStep(Runner):
     """Makes steps by calling ``gather_fn`` and ``redistribute_fn`` of the config for every parameter. Each rank makes the
-    same calls: a parameter without a gradient brings a zero piece, and its update is not applied. Ranks that share
-    parameters go through them in one order: ascending, but experts last and by their ids.
+    same calls: a parameter without a gradient, or with one that cannot be used, brings a zero piece, and its update is not
+    applied. Ranks that share parameters go through them in one order: ascending, but experts last and by their ids. Nobody
+    hears if ranks differ.
     """
 
-    # There are no statuses to read.
-    is_unread = False
-
     def __init__(self, engine: Any) -> None:
+        super().__init__()
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
-        self.progress = Progress()
-        # Whether this rank raises its own problem before all calls. It raises that of a gradient after them, because
-        # the other ranks wait for them.
-        self.awaits_statuses = False
         # By parameter index. Without a reader, there are no matrices.
         self._owners: dict[int, int] = {}
         for rank, owned in engine.assignments.items():
@@ -120,23 +115,6 @@ class FunctionStep:
             is_known = bool(self._matrices[param.index]) or engine.reader is None
             if is_known and not param.frozen:
                 self._params.append(param)
-
-    @property
-    def where(self) -> str:
-        """The phase of the step that is running or failed; "" between steps."""
-        return str(self.progress)
-
-    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
-        """Has no side channel, so nobody hears if ranks differ."""
-        # Nothing moves with momentum that cannot be used.
-        self.awaits_statuses = inputs is not None and inputs.has_unusable_momentum
-        return ""
-
-    def mismatch(self) -> str:
-        return ""
-
-    def drain(self) -> None:
-        """Has nothing in flight: the functions return when they have finished."""
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
@@ -234,10 +212,7 @@ class FunctionStep:
         of_param = inputs.params[param.index]
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]
-            shape = None
-            if not self._matrices[param.index]:
-                shape = self._whole_shape(param, whole)
-            self._apply(param, shape, piece, inputs)
+            self._apply(param, whole, piece, inputs)
 
     def _update_of(self, param: Param, whole: Tensor, inputs: StepInputs) -> Tensor:
         """The update of the gathered shape: on its owner orthogonalized, elsewhere zeros."""
@@ -250,12 +225,13 @@ class FunctionStep:
         results = formulas.matrices_in(update)
         for matrix, result in zip(formulas.matrices_in(whole), results):
             result.copy_(formulas.update_of(matrix))
-        local = inputs.params[param.index].local
-        if not self._matrices[param.index] and not _holds_parts(param, local, whole):
+        is_shard = whole.shape != inputs.params[param.index].local.shape
+        if is_shard and not self._matrices[param.index]:
             # No rank knows which part a line of its piece is from. So the pieces have one learning rate, that of the
             # first part, and the update has what the other parts differ by.
-            split, flatten = param.form
-            shapes = split.shapes_of_parts(matrix_shape(whole.shape, flatten))
+            shapes = formulas.split.shapes_of_parts(
+                matrix_shape(whole.shape, formulas.flatten)
+            )
             scales = [_adjust_lr(1.0, formulas.adjust_lr_fn, shape) for shape in shapes]
             for result, scale in zip(results, itertools.cycle(scales)):
                 if scale != scales[0]:
@@ -307,15 +283,9 @@ class FunctionStep:
         return update
 
     def _apply(
-        self,
-        param: Param,
-        shape: Sequence[int] | None,
-        update: Tensor,
-        inputs: StepInputs,
+        self, param: Param, whole: Tensor | None, update: Tensor, inputs: StepInputs
     ) -> None:
-        """Applies this rank's piece of the update, of the parameter's local shape. Without matrices of a reader, the whole
-        ``shape`` scales the learning rate.
-        """
+        """Applies this rank's piece of the update, of the parameter's local shape."""
         local = inputs.params[param.index].local
         if not local.numel():
             # The learning rate of a matrix without columns cannot be scaled.
@@ -327,22 +297,23 @@ class FunctionStep:
             for region in matrix.layout.regions_of(self.rank):
                 views = region.of_local(local), region.of_local(update)
                 pieces += inputs.pieces(matrix, region[:2], *views)
-        if shape is not None:
-            split, flatten = param.form
-            shapes = split.shapes_of_parts(matrix_shape(shape, flatten))
-            locals_, updates = [local], [update]
-            if _holds_parts(param, local, shape):
-                locals_ = formulas.matrices_in(local)
-                updates = formulas.matrices_in(update)
-            pieces += zip(itertools.cycle(shapes), locals_, updates)
+        if not self._matrices[param.index]:
+            shape = self._whole_shape(param, whole)
+            shapes = formulas.split.shapes_of_parts(shape)
+            if whole is not None and whole.shape == local.shape:
+                parts = formulas.matrices_in(local), formulas.matrices_in(update)
+                pieces += zip(itertools.cycle(shapes), *parts)
+            else:
+                pieces.append((shapes[0], local, update))
         for of_part, part, of_update in pieces:
             step_size = formulas.step_size(of_part, part.device)
             formulas.apply([part], [of_update], step_size)
 
     def _whole_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
+        _, flatten = param.form
         if whole is not None:
-            return whole.shape
+            return matrix_shape(whole.shape, flatten)
         index = param.index
         shapes = self.config.state.get("global_shapes", {})
         if index not in shapes and not is_dtensor(param.tensor):
@@ -351,13 +322,4 @@ class FunctionStep:
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",
                 stacklevel=2,
             )
-        return shapes.get(index, param.tensor.shape)
-
-
-def _holds_parts(param: Param, local: Tensor, whole: Any) -> bool:
-    """Whether this rank has the ``whole`` parameter, or one of this shape, so that a split weight cuts it."""
-    shape = tuple(whole.shape if isinstance(whole, Tensor) else whole)
-    split, flatten = param.form
-    if not split.sizes or tuple(local.shape) != shape:
-        return False
-    return not split.problem_with(matrix_shape(shape, flatten))
+        return matrix_shape(shapes.get(index, param.tensor.shape), flatten)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
-from .agreement import all_gather_object, Problem, raising_everywhere, reaching
+from .agreement import agree, all_gather_object, Meeting, reaching
 from .dtensors import (
     DTensorLayouts,
     Fact,
@@ -448,20 +448,23 @@ class OwnParts:
         order = sorted(
             self.group_of, key=lambda g: (KINDS.index(g[0]), -len(g[1]), sorted(g[1]))
         )
-        several = [group for group in mesh_groups if group.size() > 1]
-        # Ranks of the grid may see different contradictions, or none.
-        groups = [self.group_of[group] for group in order] + several
-        shared = [matrix.described for matrix in self._matrices]
-        with raising_everywhere(groups, shared):
-            parts = self._joined(order)
-            matrices = list(checked([*self._with_parts(parts)]))
+        groups = [self.group_of[group] for group in order]
+        groups += [group for group in mesh_groups if group.size() > 1]
+        matrices: list[Matrix] = []
+        try:
+            if parts := self._joined(order):
+                matrices += checked([*self._with_parts(parts)])
+        except Exception as error:
+            # Ranks of the grid may see different contradictions, or none.
+            self.error = error
+        agree([Meeting(group_ranks(g), [g], ()) for g in groups], self.error)
         if all(min(ranks) == process_rank() for _, ranks in order):
             for text, named in self._warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
         return matrices
 
     def _joined(self, order: Sequence[tuple[str, Ranks]]) -> list[Part]:
-        """The part of each matrix after the exchange in each group. Raises an error of a rank after the last one."""
+        """The part of each matrix after the exchange in each group. Raises an error of this rank after the last one."""
         names = self._names()
         described = dict(zip(names, (matrix.described for matrix in self._matrices)))
         # Equal parts are one object, so that a message has each once.
@@ -473,26 +476,24 @@ class OwnParts:
             parts[name] = equal.setdefault(content, part)
         ep_group = self._reader.given["ep"]
         ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
-        own = Told(parts, dict(zip(names, self._digests)), ep_ranks)
-        error = self.error
+        own: Told | None = Told(parts, dict(zip(names, self._digests)), ep_ranks)
         for group in order:
-            told = own if error is None else Problem.of(error)
+            told = own if self.error is None else None
             with reaching(group[1], [*described.values()]):
                 answers = all_gather_object(told, self.group_of[group])
-            for answer in answers:
-                if isinstance(answer, Problem):
-                    error = error or answer.kind(answer.text)
-            if error is not None:
+            if own is None or None in answers:
+                # A rank without an answer has an error, which all of them raise.
+                own = None
                 continue
             try:
                 own, hints = join(process_rank(), group, own, answers, described)
                 for hint, name in hints:
                     self._warnings[hint].append(described[name])
-            except Exception as problem:
-                error = problem
-        if error is not None:
-            raise error
-        return [*own.parts.values()]
+            except Exception as error:
+                self.error = error
+        if self.error is not None:
+            raise self.error
+        return [] if own is None else [*own.parts.values()]
 
     def _names(self) -> list[Name]:
         """How ranks name the matrices."""

@@ -241,11 +241,6 @@ class StepInputs:
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 
-    @property
-    def has_unusable_momentum(self) -> bool:
-        trained = [of_param for of_param in self.params if of_param is not None]
-        return any(each.problem and each.misfit is not None for each in trained)
-
     def formulas_of(self, matrix: Matrix) -> Any:
         """The MuonFormulas of the matrix's parameter group."""
         return self.formulas[self.params[matrix.index].param.param_group]

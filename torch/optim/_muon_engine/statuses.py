@@ -42,7 +42,7 @@ _CHANGED_ALONE = (
     "parameters changed on some of the ranks that share these, and not on others. All of them must make the change "
     "before the same step()"
 )
-_ELSEWHERE = (
+ELSEWHERE = (
     "ranks that share matrices with this one have a problem. Their error says how"
 )
 _OTHER_OPTIONS = "the ranks have different hyperparameters. A scheduler or a checkpoint changed those of some ranks only"
@@ -213,7 +213,7 @@ class Statuses(InFlight):
                 if inputs is not None and not has_problem:
                     text += self._first_difference(inputs)
                 return text
-        return gradients or (_ELSEWHERE if has_problem else "")
+        return gradients or (ELSEWHERE if has_problem else "")
 
     def _other_program(self, differs: Tensor) -> str:
         """Whether the ranks are in different steps or optimizers, or only some of them build theirs again."""
@@ -284,7 +284,7 @@ class Statuses(InFlight):
         return f"{_OTHER_VALUES}: {listed(others, 4)}"
 
     def finish(self) -> None:
-        """Ends a step that has moved its matrices."""
+        """Ends a step that has moved its matrices. On accelerators, the result goes to the host meanwhile."""
         if self._is_on_device:
             self._fetch()
         self.awaits = bool(self._replicated) or self.device.type == "cpu"
@@ -324,50 +324,3 @@ def _digest_of(matrix: Matrix, inputs: StepInputs) -> Tensor:
             places = torch.arange(1, 2 * len(sums), 2, device=local.device)
             total = 31 * total + (sums * places).sum()
     return total
-
-
-class SideChannel:
-    """All side channels of this rank, smaller grids first, so that a difference reaches the larger ones that contain
-    them.
-    """
-
-    def __init__(self, statuses: Sequence[Statuses]) -> None:
-        self.statuses = statuses
-        # All matrices that this rank shares.
-        self.matrices = [matrix for each in statuses for matrix in each.matrices]
-
-    @property
-    def awaits(self) -> bool:
-        """Whether all groups know how their ranks differ before anything moves."""
-        return all(each.awaits for each in self.statuses)
-
-    def share(
-        self, step: int, inputs: StepInputs | None, has_changed: bool = False
-    ) -> str:
-        """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a difference on to
-        larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end the
-        step here. Returns how ranks differ; "" if they do not, or if it does not wait. Without ``inputs``, this rank's
-        parameters have changed, or its options are invalid.
-        """
-        text = ""
-        # The unusable gradient may be of a matrix that no other rank has.
-        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
-        for statuses in self.statuses:
-            knows_of_problem = has_problem or bool(text)
-            statuses.start(step, inputs, knows_of_problem, has_changed)
-            if statuses.awaits or has_changed:
-                reason = statuses.difference(inputs)
-                # A larger group's own reason says more.
-                if reason and text in ("", _ELSEWHERE):
-                    text = reason
-        return text
-
-    def finish(self) -> None:
-        """Ends a step that has moved its matrices."""
-        for statuses in self.statuses:
-            statuses.finish()
-
-    def difference(self) -> str:
-        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        texts = [each.difference() for each in self.statuses]
-        return "; ".join(filter(None, texts))

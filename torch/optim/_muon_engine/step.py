@@ -31,7 +31,7 @@ from .plan import (
 )
 from .process_groups import GridGroups, is_dry_run, listed
 from .regions import Grid, Matrix, Region
-from .statuses import SideChannel, Statuses
+from .statuses import ELSEWHERE, Statuses
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -50,6 +50,37 @@ class Progress:
         phase, subjects = self.now
         described = [subject.described for subject in subjects]
         return f"{phase} of {listed(described)}" if phase else ""
+
+
+class Runner:
+    """The steps of an engine, in which ranks do not tell each other how they differ."""
+
+    # Whether the differences of the last step are still to be read.
+    is_unread = False
+    # Whether ranks know how they differ before anything moves.
+    awaits_statuses = False
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+    def share_statuses(
+        self, step: int, inputs: StepInputs | None, has_changed: bool = False
+    ) -> str:
+        """Begins the ``step``-th step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank's
+        parameters have changed, or it raises an error and tells the others that it has a problem.
+        """
+        return ""
+
+    def run(self, inputs: StepInputs) -> None:
+        """Makes the rest of the step."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """After an error, waits for everything in flight."""
+
+    def mismatch(self) -> str:
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
+        return ""
 
 
 class BucketFlight(InFlight):
@@ -176,7 +207,7 @@ def _all_gather(
     return dist.all_gather(list(pieces), own, group=group, async_op=True)
 
 
-class PackedStep:
+class PackedStep(Runner):
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid with several ranks, and
     ``serials`` the number of this optimizer among those over the same grid.
     """
@@ -190,11 +221,9 @@ class PackedStep:
         rank: int,
         device: torch.device,
     ) -> None:
-        self.progress = Progress()
+        super().__init__()
         # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
         self._memory_device = self.device = device
-        # Whether the differences of the last step are still to be read.
-        self.is_unread = False
         self._plan, self._rank = plan, rank
         self.buckets: list[BucketFlight] = []
         for bucket in plan.buckets:
@@ -207,14 +236,13 @@ class PackedStep:
             flight = self.buckets[index]
             label = f"Muon {phase.value}, {flight.name}"
             self._operations.append((phase, flight, label))
-        statuses: list[Statuses] = []
+        # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
+        self.statuses: list[Statuses] = []
         for grid, indices in by_grid(plan.matrices).items():
             if groups[grid].several:
                 shared = [plan.matrices[index] for index in indices]
                 channel = Statuses(shared, params, groups[grid], serials[grid], device)
-                # Smaller grids first.
-                statuses.insert(0, channel)
-        self.side_channel = SideChannel(statuses)
+                self.statuses.insert(0, channel)
         self._sent_whole = self._params_sent_whole(params)
         # Those of which kernels take the gradient into momentum where they blend the two.
         self._fused: set[int] = set()
@@ -238,32 +266,35 @@ class PackedStep:
     def _is_cpu(self) -> bool:
         return self.device.type == "cpu"
 
-    @property
-    def awaits_statuses(self) -> bool:
-        """Whether ranks know how they differ before anything moves."""
-        return self.side_channel.awaits
-
-    @property
-    def where(self) -> str:
-        """The phase of the step that is running or failed; "" between steps."""
-        return str(self.progress)
-
-    def share_statuses(self, step: int, inputs: StepInputs | None) -> str:
-        """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result. Without
-        ``inputs``, this rank raises an error, and tells the others that it has a problem.
-        """
-        self.progress.now = "statuses", self.side_channel.matrices
-        self.is_unread = not self.side_channel.awaits
-        return self.side_channel.share(step, inputs)
+    def share_statuses(
+        self, step: int, inputs: StepInputs | None, has_changed: bool = False
+    ) -> str:
+        shared = [matrix for each in self.statuses for matrix in each.matrices]
+        self.progress.now = "statuses", shared
+        self.awaits_statuses = all(each.awaits for each in self.statuses)
+        self.is_unread = not self.awaits_statuses
+        # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
+        # gradient may be of a matrix that no other rank has.
+        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
+        text = ""
+        for statuses in self.statuses:
+            knows_of_problem = has_problem or bool(text)
+            statuses.start(step, inputs, knows_of_problem, has_changed)
+            if statuses.awaits or has_changed:
+                reason = statuses.difference(inputs)
+                # A larger grid's own reason says more.
+                if reason and text in ("", ELSEWHERE):
+                    text = reason
+        return text
 
     def mismatch(self) -> str:
-        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         self.is_unread = False
-        return self.side_channel.difference()
+        texts = [each.difference() for each in self.statuses]
+        return "; ".join(filter(None, texts))
 
     def drain(self) -> None:
-        """After an error, waits for everything in flight. Its memory stays, because a failed collective may write to it."""
-        drain(self.side_channel.statuses)
+        # The memory stays, because a failed collective may write to it.
+        drain(self.statuses)
         for flight in self.buckets:
             drain([flight, *flight.rounds])
 
@@ -283,7 +314,8 @@ class PackedStep:
                     flight.start_rounds(0, ROUNDS_IN_FLIGHT)
                 else:
                     self._apply_updates(flight, inputs)
-        self.side_channel.finish()
+        for statuses in self.statuses:
+            statuses.finish()
         self.progress.now = "", ()
 
     def _params_with_kernels(self, inputs: StepInputs) -> set[int]:
@@ -552,7 +584,7 @@ class PackedStep:
         they first exchange something. With other collectives in flight, ranks may wait for each other.
         """
         try:
-            for statuses in self.side_channel.statuses:
+            for statuses in self.statuses:
                 statuses.reduce()
                 self._finish(statuses)
             for flight in self.buckets:

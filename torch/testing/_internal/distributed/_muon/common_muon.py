@@ -319,7 +319,7 @@ def as_on_an_accelerator(optimizer):
     """
     runner, device = optimizer._engine._make_runner(), torch.device("cuda")
     runner.device = device
-    for statuses in runner.side_channel.statuses:
+    for statuses in runner.statuses:
         statuses.device = device
         # Only the first step waits for its statuses.
         statuses.awaits = optimizer._engine.steps == 0
