@@ -30,7 +30,7 @@ from .dtensors import (
     ParamInfo,
     whole_matrices,
 )
-from .joins import Cut, Cuts, hashed, in_words, join, KINDS, Name, Part, Told
+from .joins import Cut, Cuts, in_words, join, KINDS, Name, Part, Told
 from .local import local_part, traits_of
 from .process_groups import (
     grid_groups,
@@ -214,8 +214,8 @@ class OwnParts:
         # Each matrix has this rank's part as its layout.
         self._matrices: list[Matrix] = []
         self.cuts: list[Cuts] = []
-        # Hashes of the values that this rank stores of each; 0 for zeros.
-        self._digests: list[int] = []
+        # The sum of the values that this rank stores of each; 0 if it is unknown.
+        self._sums: list[float] = []
         # Index -> the expert's id, also of a stack of which this rank has no matrix.
         self._expert_of: dict[int, int | None] = {}
         # Text -> the matrices that it is about.
@@ -309,6 +309,7 @@ class OwnParts:
         """Warns if a group or dimension contradicts the placements."""
         mesh, layout = tensor.device_mesh, matrix.layout
         verdict = f"The DTensor's placements count: {matrix.placement}"
+        problems: list[str] = []
         placed = dict(zip(map(group_ranks, mesh.get_all_groups()), tensor.placements))
         for kind in self._shared.keys() & {"fsdp", "tp"}:
             ranks = group_ranks(self._shared[kind])
@@ -325,15 +326,18 @@ class OwnParts:
                 agrees = dim == config_dim % tensor.ndim
             if not is_on_mesh or not agrees:
                 actual = placed.get(ranks, f"on {mesh}")
-                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
-                self._warnings[f"{text}. {verdict}"].append(matrix.described)
-        if "ddp" not in self._shared:
-            return
-        replicas = group_ranks(self._shared["ddp"])
-        inside = sorted({*replicas} & {*layout.ranks})
-        if len({layout.regions_of(rank) for rank in inside}) > 1:
-            text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
-            self._warnings[f"{text}. {verdict}"].append(matrix.described)
+                problems.append(
+                    f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
+                )
+        if "ddp" in self._shared:
+            replicas = group_ranks(self._shared["ddp"])
+            inside = sorted({*replicas} & {*layout.ranks})
+            if len({layout.regions_of(rank) for rank in inside}) > 1:
+                problems.append(
+                    f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
+                )
+        for problem in problems:
+            self._warnings[f"{problem}. {verdict}"].append(matrix.described)
 
     def _add_plain(
         self, template: Matrix, config_index: int, param: Tensor, flatten: bool
@@ -421,24 +425,20 @@ class OwnParts:
     ) -> None:
         """Adds a ``matrix`` of whose part this rank stores ``regions``."""
         layout = Layout(((process_rank(),),), (regions,))
-        digest = 0
+        total = 0.0
         has_values = not param.is_meta and not is_dry_run()
-        # Replicas along TP may be shards that the user forgot.
-        if has_values and any(cut.is_sharded or cut.kind == "tp" for cut in cuts):
+        if has_values and any(cut.is_sharded for cut in cuts):
             local = local_part(param)
-            total = 0.0
             for region in regions:
                 values = region.of_local(local).abs()
                 total += values.sum(dtype=torch.float64).item()
-            # The low bits of a number's own hash lack most of its fraction.
-            digest = hashed((total,)) if total else 0
         matrix = replace(matrix, layout=layout, placement=in_words(cuts))
-        self._append(matrix, cuts, digest)
+        self._append(matrix, cuts, total)
 
-    def _append(self, matrix: Matrix, cuts: Cuts, digest: int = 0) -> None:
+    def _append(self, matrix: Matrix, cuts: Cuts, total: float = 0.0) -> None:
         self._matrices.append(matrix)
         self.cuts.append(cuts)
-        self._digests.append(digest)
+        self._sums.append(total)
 
     def completed(self, mesh_groups: Sequence[ProcessGroup] = ()) -> list[Matrix]:
         """The matrices, with the parts of all ranks put together. All ranks of the groups raise the error of one of them,
@@ -476,7 +476,7 @@ class OwnParts:
             parts[name] = equal.setdefault(content, part)
         ep_group = self._reader.given["ep"]
         ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
-        own: Told | None = Told(parts, dict(zip(names, self._digests)), ep_ranks)
+        own: Told | None = Told(parts, dict(zip(names, self._sums)), ep_ranks)
         for group in order:
             told = own if self.error is None else None
             with reaching(group[1], [*described.values()]):

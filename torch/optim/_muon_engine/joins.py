@@ -10,23 +10,12 @@ from .regions import Layout, Regions, Shape
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
-_HASH_MASK = 2**31 - 1
 _EQUAL_SHARDS = {
     "fsdp": "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, "
     "as DistributedDataParallel makes them, belong to ddp_process_group",
     "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
     "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
 }
-_UNEQUAL_REPLICAS = (
-    "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it. If it does, name its "
-    "index in a dict: next to parameters with placements, an int does not count for plain ones"
-)
-_CUT_APART = (
-    "the ranks of {}_process_group hold it whole, but FSDP1 cuts it at other places on each of them, because their flat "
-    "parameters have different lengths. So each of them orthogonalizes it again. Equal lengths, a unit of its own or "
-    "fully_shard avoid that"
-)
-
 # How ranks name a matrix that they share: its expert's id, or None, the number of its parameter among those
 # of the expert or of none, and its number in the parameter.
 Name = tuple["int | None", int, int]
@@ -57,12 +46,12 @@ class Part(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A rank's message to the others of a group: its parts, hashes of their values (0 for zeros), and the ranks of its
-    expert-parallel group.
+    """A rank's message to the others of a group: its parts, the sums of the values that it stores of each (0 if unknown),
+    and the ranks of its expert-parallel group.
     """
 
     parts: dict[Name, Part]
-    digests: dict[Name, int]
+    sums: dict[Name, float]
     ep_ranks: Ranks
 
 
@@ -81,11 +70,6 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(texts)}"
 
 
-def hashed(values: tuple) -> int:
-    """A positive hash of numbers, equal on all ranks."""
-    return hash(values) & _HASH_MASK
-
-
 def join(
     rank: int,
     group: tuple[str, Ranks],
@@ -96,11 +80,11 @@ def join(
     """The knowledge of ``rank`` after the ``answers`` of all ranks of a ``group`` (its kind and its ranks), and warnings about
     matrices. Raises ValueError if the parts do not fit.
     """
-    parts, digests = dict(own.parts), dict(own.digests)
+    parts = dict(own.parts)
     warnings: list[tuple[str, Name]] = []
     ep_ranks_of = dict(zip(group[1], (told.ep_ranks for told in answers)))
     # Many matrices have parts that are equal on all ranks, and that a message has once.
-    joined_of: dict[tuple, tuple[Part, list[int], bool]] = {}
+    joined_of: dict[tuple, tuple[Part, list[int]]] = {}
     for name, part in own.parts.items():
         cut = next((c for c in part.cuts if (c.kind, c.ranks) == group), None)
         if cut is None:
@@ -112,40 +96,16 @@ def join(
             try:
                 _check_cuts(rank, part.cuts, cut, found)
                 members = _members(rank, cut, [*found], ep_ranks_of, name[0])
-                joined_of[content] = _joined(part, cut, members, found)
+                joined = _together(part, cut, [found[r] for r in members])
+                joined_of[content] = joined, members
             except ValueError as error:
                 raise ValueError(f"{described[name]}: {error}") from None
-        parts[name], members, is_apart = joined_of[content]
-        of_ranks = tuple(answers[cut.ranks.index(r)].digests[name] for r in members)
-        hint = _CUT_APART.format(cut.kind) if is_apart else _hint(cut, of_ranks)
-        if hint:
-            warnings.append((hint, name))
-        # Each rank of another group has as many such parts.
-        digests[name] = hashed(of_ranks) if any(of_ranks) else 0
-    return Told(parts, digests, own.ep_ranks), warnings
-
-
-def _joined(
-    part: Part, cut: Cut, members: list[int], found: Mapping[int, Part]
-) -> tuple[Part, list[int], bool]:
-    """The parts of ``members`` as one, the members, and whether they are replicas that are cut differently. If so, each
-    rank keeps its own ``part``.
-    """
-    of_members = [found[r] for r in members]
-    pieces = {frozenset(other.layout.shards) for other in of_members}
-    shapes = {other.shape for other in of_members}
-    if not cut.is_sharded and len(pieces) > 1 and len(shapes) == 1:
-        return part, members, True
-    return _together(part, cut, of_members), members, False
-
-
-def _hint(cut: Cut, digests: Sequence[int]) -> str:
-    """A warning about a matrix that a group shares; "" if there is none."""
-    are_equal = len({*digests}) == 1
-    if cut.is_sharded:
-        is_suspicious = are_equal and len(digests) > 1 and digests[0]
-        return _EQUAL_SHARDS[cut.kind] if is_suspicious else ""
-    return "" if are_equal or cut.kind != "tp" else _UNEQUAL_REPLICAS
+        parts[name], members = joined_of[content]
+        sums = {answers[cut.ranks.index(r)].sums[name] for r in members}
+        # Ranks with different shards hardly have values of one sum.
+        if cut.is_sharded and len(members) > 1 and len(sums) == 1 and any(sums):
+            warnings.append((_EQUAL_SHARDS[cut.kind], name))
+    return own._replace(parts=parts), warnings
 
 
 def _check_cuts(rank: int, cuts: Cuts, cut: Cut, parts: Mapping[int, Part]) -> None:
@@ -196,6 +156,11 @@ def _together(part: Part, cut: Cut, parts: Sequence[Part]) -> Part:
     further rows.
     """
     dim, shapes = cut.dim, [other.shape for other in parts]
+    all_shards = [other.layout.shards for other in parts]
+    if not cut.is_sharded and len({*map(frozenset, all_shards)}) > 1:
+        if len(set(shapes)) == 1:
+            # FSDP1 cuts these replicas at other places. Each of them is orthogonalized.
+            return part
     where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"
     if dim is None and len(set(shapes)) > 1:
         raise ValueError(f"{where} the ranks have different shapes: {shapes}")
@@ -203,7 +168,6 @@ def _together(part: Part, cut: Cut, parts: Sequence[Part]) -> Part:
         raise ValueError(
             f"{where} shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension {1 - dim}"
         )
-    all_shards = [other.layout.shards for other in parts]
     # FSDP1's NO_SHARD replicates.
     are_equal = dim is None and len(set(all_shards)) == 1
     columns: list[tuple[Ranks, Regions]] = []
