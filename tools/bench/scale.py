@@ -193,7 +193,7 @@ class Step:
         own = list(zip(bucket.row, bucket.exchange.receive_sizes))
         rounds: list[Sizes] = []
         for of_round in bucket.rounds:
-            rounds.append(list(zip(bucket.column, of_round.sizes)))
+            rounds.append([*of_round.sizes.items()])
         if phase is Phase.GATHER:
             blended = sum(bucket.exchange.send_sizes)
             blended += sum(move.region.numel for move in bucket.kept)

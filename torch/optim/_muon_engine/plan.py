@@ -23,6 +23,8 @@ MAX_STRETCH = 1.1
 # The bytes that a rank receives in one round along a column, unless the rows of a region are longer.
 ROUND_BYTES = 128 * 1024**2
 ROUNDS_IN_FLIGHT = 2
+# With more of them, pieces would be so small that a round takes as long as its messages need to start.
+MOST_SENDERS = 32
 
 # Owner -> its matrices, heaviest first.
 Queues = Mapping[int, Sequence[int]]
@@ -49,9 +51,10 @@ class Exchange(NamedTuple):
 class Round(NamedTuple):
     """One exchange along a column: each of its ranks has a piece of its row's updates, and gets those of the others."""
 
-    # Where this rank's piece is in the updates that it has, and the elements of each rank's piece.
+    # Where this rank's piece is in the updates that it has.
     start: int
-    sizes: list[int]
+    # Rank -> the elements of its piece, of those that send one.
+    sizes: dict[int, int]
     # The pieces of other rows, in the order of the column.
     incoming: list[Move]
 
@@ -410,37 +413,39 @@ def _bucket(
         [sum(m.region.numel for m in of_peer) for of_peer in sent],
         [sum(m.region.numel for m in of_peer) for of_peer in received],
     )
-    updates: list[list[Move]] = []
-    if len(column) > 1:
-        rows = {of_replica[shard]: tuple(sorted(of_replica)) for of_replica in grid}
-        for peer in column:
-            # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
-            of_others = in_row_of(peer, rows[peer])
-            held = [move for of_peer in of_others for move in of_peer]
-            updates.append(held + moves(owned_by.get(peer, ()), peer))
-    rounds = _rounds(updates, column.index(rank))
+    updates: dict[int, list[Move]] = {}
+    for of_replica in grid if len(grid) > 1 else ():
+        # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
+        peer = of_replica[shard]
+        of_others = in_row_of(peer, tuple(sorted(of_replica)))
+        held = [move for of_peer in of_others for move in of_peer]
+        held += moves(owned_by.get(peer, ()), peer)
+        if held:
+            updates[peer] = held
+    in_order = {peer: updates[peer] for peer in sorted(updates)}
+    rounds = _rounds(in_order, rank)
     kept = moves(own, rank)
     return Bucket(grid, number, members, own, kept, exchange, rounds, row, column)
 
 
-def _rounds(updates: Sequence[Sequence[Move]], own: int) -> list[Round]:
-    """The rounds along a column, whose ranks have these ``updates``. This rank is the ``own``-th one."""
-    if not updates:
-        return []
-    senders = max(1, sum(1 for moves in updates if moves))
-    share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // senders)
-    pieces_of = [_pieces(moves, share) for moves in updates]
+def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:
+    """The rounds of ``rank`` along a column, in which these ranks have ``updates``."""
     rounds: list[Round] = []
-    start = 0
-    for number in range(max(map(len, pieces_of))):
-        pieces = [of_rank[number : number + 1] for of_rank in pieces_of]
-        sizes = [sum(m.region.numel for p in piece for m in p) for piece in pieces]
-        incoming: list[Move] = []
-        for peer, piece in enumerate(pieces):
-            if piece and peer != own:
-                incoming += piece[0]
-        rounds.append(Round(start, sizes, incoming))
-        start += sizes[own]
+    for first in range(0, len(updates), MOST_SENDERS):
+        senders = [*updates][first : first + MOST_SENDERS]
+        share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // len(senders))
+        pieces_of = {peer: _pieces(updates[peer], share) for peer in senders}
+        start = 0
+        for number in range(max(map(len, pieces_of.values()))):
+            sizes: dict[int, int] = {}
+            incoming: list[Move] = []
+            for peer, pieces in pieces_of.items():
+                if number < len(pieces):
+                    sizes[peer] = sum(move.region.numel for move in pieces[number])
+                    if peer != rank:
+                        incoming += pieces[number]
+            rounds.append(Round(start, sizes, incoming))
+            start += sizes.get(rank, 0)
     return rounds
 
 

@@ -46,7 +46,9 @@ class Region(NamedTuple):
     def rows(self, first: int, count: int) -> "Region":
         """``count`` rows of this rectangle."""
         offset = self.offset + first * self.stride
-        return self._replace(row=self.row + first, height=count, offset=offset)
+        return Region(
+            self.row + first, self.column, count, self.width, offset, self.stride
+        )
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix`` that is this rectangle."""

@@ -180,13 +180,14 @@ class RoundFlight(InFlight):
 
     def start(self, held: Tensor) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
-        sizes = dict(zip(self._column, self.planned.sizes))
-        own = held.narrow(0, self.planned.start, sizes.pop(self._rank))
+        sizes = dict(self.planned.sizes)
+        own = held.narrow(0, self.planned.start, sizes.pop(self._rank, 0))
         numels = [*sizes.values()]
         self.received = held.new_empty(sum(numels))
         piece_of = dict(zip(sizes, self.received.split(numels)))
         piece_of[self._rank] = own
-        pieces = [piece_of[peer] for peer in self._column]
+        nothing = own[:0]
+        pieces = [piece_of.get(peer, nothing) for peer in self._column]
         if self._device.type != "cpu":
             # One call, which NCCL makes as a group of broadcasts.
             start = partial(_all_gather, self._group, own)
