@@ -669,10 +669,12 @@ class TestMuonWarnings(MistakesTestCase):
             "tp_process_group": GROUPS["b"](),
         }
         config = create_auto_config(**groups, tp_dim_per_param={})
-        with self.assertWarnsOnce("different values, but tp_dim_per_param"):
-            Muon(
-                [nn.Parameter(torch.ones(3, 4) + self.rank)], distributed_config=config
-            )
+        param = nn.Parameter(torch.ones(3, 4) + self.rank)
+        param.grad = torch.ones(3, 4)
+        muon = Muon([param], distributed_config=config)
+        self.assertRaisesEverywhere(
+            muon.step, RuntimeError, "different values of these, so they are not repl"
+        )
 
     def test_differences_that_are_none(self):
         """Numbers of other types, two names of one algorithm, and options in other parameter groups."""

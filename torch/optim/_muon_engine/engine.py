@@ -22,9 +22,8 @@ from .factory import (
     reader_of,
     users_functions,
 )
-from .fitting import fits
 from .flights import CollectiveError
-from .local import device_of, traits_of
+from .local import device_of, fitting_part, traits_of
 from .params import (
     fit_momentum,
     inherit_momentum,
@@ -34,7 +33,7 @@ from .params import (
     States,
     StepInputs,
 )
-from .plan import by_grid, make_plan, Plan
+from .plan import make_plan, Plan
 from .process_groups import counters_of, grid_groups, GridGroups, listed
 from .regions import Grid, Matrix, ranks_of
 from .step import PackedStep, Runner
@@ -150,7 +149,7 @@ class Engine:
             config.prefetch_count,
             one_at_a_time=not config.async_gpu_parallelism,
         )
-        for grid, members in by_grid(matrices).items():
+        for grid, members in self.plan.members.items():
             if self.is_packed:
                 self.groups[grid] = grid_groups(grid, reader.candidates)
             counters = counters_of(grid)
@@ -494,7 +493,7 @@ def step_once(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        if not fits(param.tensor, buf, param.grad_dtype):
+        if fitting_part(param.tensor, buf, param.grad_dtype) is None:
             raise ValueError(
                 f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
             )

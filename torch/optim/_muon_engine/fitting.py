@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from .dtensors import DTensorLayouts
-from .local import is_dtensor, is_sum, like_param, local_part, takes_update
+from .local import (
+    fitting_part,
+    is_dtensor,
+    is_placed_like,
+    is_sum,
+    like_param,
+    local_part,
+    takes_update,
+)
 from .process_groups import process_rank
 from .regions import Matrix
 
@@ -84,36 +92,15 @@ def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
     return ""
 
 
-def placed_like(param: Tensor, buffer: Tensor) -> bool:
-    """Whether the two have one shape and, if they are DTensors, one placement."""
-    if param.shape != buffer.shape:
-        return False
-    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
-        # Comparing two meshes takes longer.
-        is_on_mesh = param.device_mesh is buffer.device_mesh
-        is_on_mesh = is_on_mesh or param.device_mesh == buffer.device_mesh
-        return is_on_mesh and param.placements == buffer.placements
-    return isinstance(param, DTensor) == isinstance(buffer, DTensor)
-
-
-def fits(param: Tensor, buffer: Tensor, grad_dtype: torch.dtype | None) -> bool:
-    """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
-    if grad_dtype is not None and buffer.dtype != grad_dtype:
-        return False
-    return param.device == buffer.device and placed_like(param, buffer)
-
-
 def problem_with_momentum(param: Tensor, buffer: Any) -> str:
     """Why the momentum ``buffer``, which does not fit ``param``, cannot be made to; "" if it can."""
     if not isinstance(buffer, Tensor):
         return f"the momentum buffer must be a Tensor but is a {type(buffer).__name__}"
     if buffer.is_meta and not param.is_meta:
         return "the momentum buffer has no data, because it is on the meta device; delete it or load it"
-    if placed_like(param, buffer):
-        return ""
     if param.shape != buffer.shape:
         return f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
-    if isinstance(buffer, DTensor):
+    if isinstance(buffer, DTensor) and not is_placed_like(param, buffer):
         problem = _problem_with_move(buffer, _nearest_placements(param, buffer))
         return problem and f"the momentum buffer: {problem}"
     return ""
@@ -126,9 +113,9 @@ def fitting_momentum(
     ranks must make this call, because a change of the placement is a collective. :func:`problem_with_momentum` must
     have found no problem.
     """
-    if not placed_like(param, buffer):
+    if not is_placed_like(param, buffer):
         buffer = _placed(param, buffer)
-    if not fits(param, buffer, dtype):
+    if fitting_part(param, buffer, dtype) is None:
         moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
         buffer = like_param(param, moved)
     return buffer
@@ -138,7 +125,7 @@ def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
     """What collectives must bring to the placements of ``param``, in words; "" for nothing. A ``momentum`` of None fits."""
     moved: list[str] = []
     for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
-        if isinstance(tensor, DTensor) and not placed_like(param, tensor):
+        if isinstance(tensor, DTensor) and not is_placed_like(param, tensor):
             moved.append(f"{kind} {tensor.placements}")
     return ", ".join(moved)
 

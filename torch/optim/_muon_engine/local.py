@@ -50,61 +50,39 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.detach() if local.requires_grad else local
 
 
-class LocalParts(NamedTuple):
-    """This rank's parts of a parameter, of its momentum and of its gradient, if it has one."""
-
-    param: Tensor
-    momentum: Tensor
-    gradient: Tensor | None
-
-
-def usual_parts(
-    param: Tensor,
-    momentum: Any,
-    gradient: Tensor | None,
-    grad_dtype: torch.dtype | None,
-) -> LocalParts | None:
-    """The parts of tensors that have one shape, placement and device, and one dtype of momentum and gradient:
-    ``grad_dtype``, or any if that is None. Returns None in every other case, and for tensors of other types.
+def fitting_part(
+    param: Tensor, other: Any, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """This rank's part of ``other``, if that has the shape, placement and device of ``param``, and ``dtype`` unless it is
+    None; None for everything else.
     """
-    others = (momentum,) if gradient is None else (momentum, gradient)
-    for other in others:
-        if not isinstance(other, Tensor) or other.shape != param.shape:
-            return None
-        if other.device != param.device or other.layout != torch.strided:
-            return None
-        if other.dtype != momentum.dtype:
-            return None
-    if momentum.dtype != (grad_dtype or momentum.dtype):
+    if not isinstance(other, Tensor) or other.shape != param.shape:
         return None
-    local, local_others = param, list(others)
-    if isinstance(param, DTensor):
-        mesh, placements = param.device_mesh, param.placements
-        local = param._local_tensor
-        local_others = []
-        for other in others:
-            if not isinstance(other, DTensor):
-                return None
-            if other.placements != placements:
-                return None
-            # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
-            if other.device_mesh is not mesh and other.device_mesh != mesh:
-                return None
-            local_others.append(other._local_tensor)
-        for other in local_others:
-            if other.shape != local.shape or other.device != local.device:
-                return None
-    for other in local_others:
-        # A wrapper may have to be waited for, and a view may belong to autograd.
-        if type(other) is not Tensor or other.requires_grad:
-            return None
-    if type(local) is not Tensor and type(local) is not torch.nn.Parameter:
+    if other.device != param.device or other.layout != torch.strided:
         return None
-    if local.requires_grad:
-        local = local.detach()
-    if gradient is None:
-        return LocalParts(local, local_others[0], None)
-    return LocalParts(local, local_others[0], local_others[1])
+    if dtype is not None and other.dtype != dtype:
+        return None
+    if not is_placed_like(param, other):
+        return None
+    local = other
+    if isinstance(param, DTensor) and isinstance(other, DTensor):
+        local, own = other._local_tensor, param._local_tensor
+        if local.shape != own.shape or local.device != own.device:
+            return None
+    # A wrapper may have to be waited for, and a view may belong to autograd.
+    is_usual = type(local) is Tensor and not local.requires_grad
+    return local if is_usual else local_part(other)
+
+
+def is_placed_like(param: Any, other: Any) -> bool:
+    """Whether two tensors are DTensors with one placement, or none of them is a DTensor."""
+    if not isinstance(param, DTensor) or not isinstance(other, DTensor):
+        return isinstance(param, DTensor) == isinstance(other, DTensor)
+    if param.placements != other.placements:
+        return False
+    # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
+    mesh, another = param.device_mesh, other.device_mesh
+    return mesh is another or mesh == another
 
 
 class Traits(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._muon_formulas import _adjust_lr
 from . import fitting
 from .local import (
+    fitting_part,
     is_dtensor,
     is_sum,
     like_param,
@@ -19,7 +20,6 @@ from .local import (
     summed,
     takes_update,
     traits_of,
-    usual_parts,
 )
 from .regions import describe, Matrix
 
@@ -96,35 +96,27 @@ class ParamInputs:
         self.problem = ""
         # The momentum in the state, if it does not fit the parameter.
         self.misfit: Any = None
-        # Whether momentum and gradient, if there is one, have the placement and dtype that a step takes.
-        self.is_placed = True
+        tensor, dtype = param.tensor, self._momentum_dtype
         buffer = state.get("momentum_buffer")
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
-        parts = usual_parts(param.tensor, buffer, gradient, param.grad_dtype)
-        if parts is not None:
-            self.local, self.momentum, self.gradient = parts
-            self.is_placed = not param.is_sum
-        else:
-            self._take_others(buffer)
-
-    def _take_others(self, buffer: Any) -> None:
-        """Takes a parameter whose momentum or gradient does not fit it, or whose tensors are of other types."""
-        tensor, gradient = self.param.tensor, self.user_gradient
-        dtype = self._momentum_dtype
         self.local = local_part(tensor)
-        # None until ``place``.
-        self.gradient: Tensor | None = None
-        if not isinstance(buffer, Tensor) or not fitting.fits(tensor, buffer, dtype):
+        momentum = fitting_part(tensor, buffer, dtype)
+        if momentum is None:
             # The other ranks wait for this one, so they must hear of a problem first.
             self.problem = fitting.problem_with_momentum(tensor, buffer)
             self.misfit = buffer
             # A step that moves nothing does not read it.
-            buffer = self._new_momentum()
-        self.is_placed = gradient is None and self.misfit is None
-        self.momentum = local_part(buffer)
-        if gradient is not None and not self.problem:
+            momentum = local_part(self._new_momentum())
+        self.momentum = momentum
+        # None until ``place`` if it does not fit.
+        self.gradient = fitting_part(tensor, gradient, momentum.dtype)
+        lacks_gradient = gradient is not None and self.gradient is None
+        if lacks_gradient and not self.problem:
             self.problem = fitting.problem_with(tensor, gradient)
+        # Whether momentum and gradient, if there is one, are as a step takes them.
+        fits = self.misfit is None and not lacks_gradient
+        self.is_placed = fits and not param.is_sum
 
     @property
     def moves(self) -> str:

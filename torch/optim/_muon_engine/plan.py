@@ -113,6 +113,8 @@ class Plan(NamedTuple):
 
     matrices: Sequence[Matrix] = ()
     owners: Sequence[int] = ()
+    # Those of each grid that this rank is in, in the order of all ranks.
+    members: Mapping[Grid, Sequence[int]] = {}
     buckets: Sequence[Bucket] = ()
     operations: Sequence[Operation] = ()
 
@@ -126,9 +128,12 @@ def make_plan(
 ) -> Plan:
     """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
     buckets: list[Bucket] = []
-    for grid, members in by_grid(matrices).items():
-        if rank not in matrices[members[0]].layout.ranks:
-            continue
+    members_of = {
+        grid: members
+        for grid, members in by_grid(matrices).items()
+        if rank in matrices[members[0]].layout.ranks
+    }
+    for grid, members in members_of.items():
         if one_at_a_time:
             ordered = sorted(members, key=lambda matrix: (owners[matrix], matrix))
             together = [[matrix] for matrix in ordered]
@@ -140,7 +145,7 @@ def make_plan(
     order = [(bucket.grid, bucket.number) for bucket in buckets]
     is_serial = one_at_a_time and prefetch_count == 0
     operations = order_of_operations(order, prefetch_count, is_serial)
-    return Plan(matrices, owners, buckets, operations)
+    return Plan(matrices, owners, members_of, buckets, operations)
 
 
 def by_grid(matrices: Sequence[Matrix]) -> dict[Grid, list[int]]:

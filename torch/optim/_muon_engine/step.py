@@ -22,7 +22,6 @@ from .params import Param, StepInputs
 from .plan import (
     Bucket,
     buckets_in_flight,
-    by_grid,
     Move,
     Phase,
     Plan,
@@ -239,7 +238,7 @@ class PackedStep(Runner):
             self._operations.append((phase, flight, label))
         # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
         self.statuses: list[Statuses] = []
-        for grid, indices in by_grid(plan.matrices).items():
+        for grid, indices in plan.members.items():
             if groups[grid].several:
                 shared = [plan.matrices[index] for index in indices]
                 channel = Statuses(shared, params, groups[grid], serials[grid], device)
