@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,47 +52,32 @@ class Fact(NamedTuple):
     fields: Mapping[str, str]
 
 
-class Reader(Protocol):
-    """The questions of an engine, and of the functions that users call."""
-
-    # Index in the config -> the expert's id.
-    experts: Mapping[int, int]
-    # What ranks compare of the parameters that were read last; after an error, of those that can be compared.
-    facts: list[Fact]
-    # The groups that may be those of a grid's ranks, from the parameters that were read last.
-    candidates: list[ProcessGroup]
-    dtensors: "DTensorLayouts"
-    # Index -> the matrices in a parameter, and a tensor with its type and local shape.
-    by_param: dict[int, tuple[list[Matrix], Tensor]]
-
-    def read(
-        self,
-        params: Sequence[Tensor],
-        infos: Sequence[ParamInfo] = (),
-        check: Callable[[], None] = lambda: None,
-    ) -> list[Matrix]: ...
-
-    def info(self, index: int) -> ParamInfo: ...
-
-    def check_tp_dim(self, tensor: Tensor, index: int) -> None: ...
-
-    def matrices_of(self, tensor: Tensor, index: int) -> list[Matrix]: ...
-
-
-class DTensorReader:
+class Reader:
     """Asks DTensors where their shards are. A plain tensor is a whole matrix of each rank."""
 
     def __init__(self) -> None:
+        # Index in the config -> the expert's id.
         self.experts: Mapping[int, int] = {}
+        # What ranks compare of the parameters that were read last; after an error, of those that can be compared.
         self.facts: list[Fact] = []
+        # The groups that may be those of a grid's ranks, from the parameters that were read last.
         self.candidates: list[ProcessGroup] = []
         self.dtensors = DTensorLayouts()
+        # Index -> the matrices in a parameter, and a tensor with its type and local shape.
         self.by_param: dict[int, tuple[list[Matrix], Tensor]] = {}
         self._infos: Sequence[ParamInfo] = ()
 
     def info(self, index: int) -> ParamInfo:
         """The info with which parameter ``index`` was read, or its default."""
-        return info_of(self._infos, index)
+        return self._infos[index] if index < len(self._infos) else ParamInfo(index)
+
+    def _begin(self, params: Sequence[Tensor], infos: Sequence[ParamInfo]) -> None:
+        """Forgets the parameters that were read before."""
+        self._infos, self.by_param = infos, {}
+        # Another mesh may get the address of a former one.
+        self.dtensors = DTensorLayouts()
+        names = [self.info(index).name for index in range(len(params))]
+        self.facts, self.candidates = facts_of(params, names)
 
     def read(
         self,
@@ -104,10 +89,7 @@ class DTensorReader:
         parameter that cannot be read. The ranks agree later. ``infos`` are about each parameter (default: its index is
         its config index).
         """
-        self._infos, self.by_param = infos, {}
-        # Another mesh may get the address of a former one.
-        self.dtensors = DTensorLayouts()
-        self.facts, self.candidates = facts_of(params, infos)
+        self._begin(params, infos)
         check()
         matrices: list[Matrix] = []
         for index, param in enumerate(params):
@@ -129,11 +111,6 @@ class DTensorReader:
         if isinstance(tensor, DTensor):
             return self.dtensors.of(index, name, tensor, form)
         return whole_matrices(index, name, tensor, form)
-
-
-def info_of(infos: Sequence[ParamInfo], index: int) -> ParamInfo:
-    """The info of parameter ``index``, or its default."""
-    return infos[index] if index < len(infos) else ParamInfo(index)
 
 
 def whole_matrices(
@@ -166,7 +143,7 @@ def whole_matrices(
 
 
 def facts_of(
-    params: Sequence[Tensor], infos: Sequence[ParamInfo]
+    params: Sequence[Tensor], names: Sequence[str | None]
 ) -> tuple[list[Fact], list[ProcessGroup]]:
     """What the ranks of each mesh compare of DTensors, and the groups among these ranks. It reads no layout, so each rank
     has this even if it cannot read a parameter.
@@ -191,7 +168,7 @@ def facts_of(
         candidates += [*groups, *_flattened_groups(mesh)]
     facts: list[Fact] = []
     for index, param in placed:
-        ranks, name = ranks_of[param.device_mesh], info_of(infos, index).name
+        ranks, name = ranks_of[param.device_mesh], names[index]
         fields = {
             "name": str(name),
             "shape": str(tuple(param.shape)),

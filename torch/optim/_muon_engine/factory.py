@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .config import DistributedConfig
-from .dtensors import DTensorReader, Reader
+from .dtensors import Reader
 from .plan import assign_owners
 from .process_groups import counters_of, process_rank
 from .regions import Matrix
@@ -123,7 +123,7 @@ def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
         from .groups import GroupsReader
 
         return GroupsReader(state, takes_stacks)
-    return DTensorReader()
+    return Reader()
 
 
 def choose_owners(

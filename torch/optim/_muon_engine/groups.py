@@ -21,13 +21,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from . import fsdp1
 from .agreement import agree, all_gather_object, Meeting, reaching
 from .dtensors import (
-    DTensorLayouts,
     Fact,
-    facts_of,
     in_common_order,
-    info_of,
     mesh_ranks,
     ParamInfo,
+    Reader,
     whole_matrices,
 )
 from .joins import Cut, Cuts, in_words, join, KINDS, Name, Part, Told
@@ -56,12 +54,13 @@ from .tp_dims import tp_mark_of, TPDims
 Groups = Mapping[str, ProcessGroup]
 
 
-class GroupsReader:
+class GroupsReader(Reader):
     """Asks the process groups of a config's ``state``, DTensors and FSDP1 where the shards of an optimizer's parameters
     are. A plain tensor that no group shares is a whole matrix of each rank.
     """
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
+        super().__init__()
         self.takes_stacks = takes_stacks
         self.problem = ""
         self.given: dict[str, ProcessGroup | None] = {}
@@ -77,21 +76,12 @@ class GroupsReader:
             if group is not None and kind in KINDS and group.size() > 1:
                 self.shared[kind] = group
         self.tp_dims = TPDims(state, self.shared.get("tp"))
-        self.experts: Mapping[int, int] = state.get("expert_assignments", {})
+        self.experts = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
         # A later reading is of an optimizer that may have lost parameters, which the config's dicts still name.
         self._has_read = False
-        self._infos: Sequence[ParamInfo] = ()
-        self.dtensors = DTensorLayouts()
-        self.facts: list[Fact] = []
-        self.candidates: list[ProcessGroup] = [*self.shared.values()]
-        # Index -> the matrices in a parameter, and a tensor with its type and local shape.
-        self.by_param: dict[int, tuple[list[Matrix], Tensor]] = {}
-
-    def info(self, index: int) -> ParamInfo:
-        """The info with which parameter ``index`` was read, or its default."""
-        return info_of(self._infos, index)
+        self.candidates = [*self.shared.values()]
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -121,11 +111,9 @@ class GroupsReader:
         """
         is_first = not self._has_read
         self._has_read = True
-        self._infos, self.by_param = infos, {}
-        # Another mesh may get the address of a former one.
-        self.dtensors = DTensorLayouts()
-        of_dtensors, of_meshes = facts_of(params, infos)
-        named = [self._named_by_expert(fact) for fact in of_dtensors]
+        self._begin(params, infos)
+        of_meshes = self.candidates
+        named = [self._named_by_expert(fact) for fact in self.facts]
         self.facts = [fact for _, fact in sorted(named, key=itemgetter(0))]
         parts = OwnParts(self)
         try:

@@ -54,7 +54,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     if len(ranks) == 1:
         return piece if piece.shape == shape else piece.reshape(shape)
     # Those of the engine, if it has read this parameter.
-    candidates = reader.candidates or facts_of([tensor], ())[1]
+    candidates = reader.candidates or facts_of([tensor], [None])[1]
     group = spanning_group(ranks, candidates)
     # Backends of accelerators do not take an offloaded piece.
     sent = piece.reshape(-1).to(device_of([tensor], [group]))

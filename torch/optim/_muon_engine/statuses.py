@@ -23,16 +23,16 @@ from .process_groups import group_ranks, GridGroups, is_dry_run, listed
 from .regions import Matrix
 
 
-# The head: whether parameters have changed since the engine was built, and whether this rank knows of a problem; and
-# four bytes each of the step, of the optimizer, of the options and of the placements that gradients must change.
+# The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits
+# of the step, of the optimizer, of the options and of the placements that gradients must change.
 _CHANGED, _PROBLEM = 0, 1
 _STEP, _OPTIMIZER, _OPTIONS, _MOVES = (
-    slice(2, 6),
-    slice(6, 10),
-    slice(10, 14),
-    slice(14, 18),
+    slice(2, 7),
+    slice(7, 12),
+    slice(12, 17),
+    slice(17, 22),
 )
-_FIRST_GRADIENT = 18
+_FIRST_GRADIENT = 22
 # Bytes of the head that say no and yes. Zero is no opinion.
 _NO, _YES = 1, 2
 
@@ -63,8 +63,8 @@ _OTHER_PLACEMENTS = (
 
 
 class Statuses(InFlight):
-    """The side channel of a grid of ranks, for the ``matrices`` that it shares, in the order of all ranks. ``serial`` is
-    the number of this optimizer among those over the same grid.
+    """The side channel of a grid, to which ``rank`` belongs, for the ``matrices`` that it shares, in the order of all ranks.
+    ``serial`` is the number of this optimizer among those over the same grid.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Statuses(InFlight):
         params: Sequence[Param],
         groups: GridGroups,
         serial: int,
+        rank: int,
         device: torch.device,
     ) -> None:
         super().__init__(matrices)
@@ -85,8 +86,11 @@ class Statuses(InFlight):
         # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
         self.awaits = True
         self._knows_of_problem = False
-        # Whether the last step had all gradients, so that the bytes of gradients stay the same if the next one has, too.
-        self._was_complete = False
+        # The opinions of a rank that has all gradients.
+        self._all_present = bytearray()
+        for matrix in matrices:
+            has_part = matrix.layout.numel_of(rank) > 0
+            self._all_present.append(Status.PRESENT if has_part else Status.EMPTY)
         # The bytes of this rank, with their complements; the table that the group reduces; and the result on the host. Only copies
         # between a device and pinned memory do not wait.
         tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
@@ -104,15 +108,6 @@ class Statuses(InFlight):
         # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
-    def _write_opinions(self, opinions: Sequence[int]) -> None:
-        """Writes a byte for each gradient, and its complement. Status.EMPTY is no opinion."""
-        values = torch.zeros(len(self._own) * BYTES, dtype=torch.uint8, device="cpu")
-        of_gradients = torch.tensor(opinions, dtype=torch.uint8, device="cpu")
-        values[_FIRST_GRADIENT : _FIRST_GRADIENT + len(opinions)] = of_gradients
-        tables = values.view(-1, BYTES)
-        self._own[:, 0] = tables
-        self._own[:, 1] = torch.where(tables == Status.EMPTY, 0, 255 - tables)
-
     def start(
         self,
         step: int,
@@ -125,21 +120,21 @@ class Statuses(InFlight):
         built, or its options are invalid.
         """
         self._knows_of_problem = knows_of_problem
-        head = [_YES if has_changed else _NO, _YES if knows_of_problem else _NO]
-        numbers = [step, self._identity]
-        if inputs is None:
-            self._own.zero_()
-            self._was_complete = False
-        else:
-            numbers += [self._options_digest(inputs), self._moves_digest(inputs)]
-            if not (inputs.is_complete and self._was_complete):
-                self._write_opinions([inputs.status(m) for m in self.matrices])
-            self._was_complete = inputs.is_complete
-        for number in numbers:
-            head += number.to_bytes(4, "little")
-        complements = [255 - value for value in head]
-        both = torch.tensor([head, complements], dtype=torch.uint8, device="cpu")
-        self._own[0, :, : len(head)] = both
+        values = bytearray()
+        values.append(_YES if has_changed else _NO)
+        values.append(_YES if knows_of_problem else _NO)
+        values += _digits(step) + _digits(self._identity)
+        if inputs is not None:
+            values += _digits(self._options_digest(inputs))
+            values += _digits(self._moves_digest(inputs))
+            if inputs.is_complete:
+                values += self._all_present
+            else:
+                values += bytes(inputs.status(matrix) for matrix in self.matrices)
+        values = values.ljust(len(self._own) * BYTES, b"\0")
+        opinions = torch.frombuffer(values, dtype=torch.uint8).view(-1, BYTES)
+        self._own[:, 0] = opinions
+        self._own[:, 1] = torch.where(opinions == 0, 0, 255 - opinions)
         if self._has_host_copy:
             # The last result was read, so this memory is free. A copy from it does not wait.
             self._host.copy_(self._own)
@@ -200,10 +195,14 @@ class Statuses(InFlight):
     def _difference(self, inputs: StepInputs | None) -> str:
         """How the ranks differ, in words. With ``inputs``, all ranks of the group make this call."""
         differs = differences(self._host)
-        text = self._other_program(differs)
-        if text:
-            shared = listed([matrix.described for matrix in self.matrices], 4)
-            return f"{text}. This rank's optimizer has {shared}"
+        for places, text in (
+            (_OPTIMIZER, _OTHER_OPTIMIZER),
+            (_STEP, _OTHER_STEP),
+            (_CHANGED, _CHANGED_ALONE),
+        ):
+            if differs[places].any():
+                shared = listed([matrix.described for matrix in self.matrices], 4)
+                return f"{text}. This rank's optimizer has {shared}"
         gradients = self._other_gradients(differs)
         has_problem = self._host[0, 0, _PROBLEM] == _YES
         for places, text in (_OPTIONS, _OTHER_OPTIONS), (_MOVES, _OTHER_PLACEMENTS):
@@ -214,14 +213,6 @@ class Statuses(InFlight):
                     text += self._first_difference(inputs)
                 return text
         return gradients or (ELSEWHERE if has_problem else "")
-
-    def _other_program(self, differs: Tensor) -> str:
-        """Whether the ranks are in different steps or optimizers, or only some of them build theirs again."""
-        if differs[_OPTIMIZER].any():
-            return _OTHER_OPTIMIZER
-        if differs[_STEP].any():
-            return _OTHER_STEP
-        return _CHANGED_ALONE if differs[_CHANGED] else ""
 
     def _other_gradients(self, differs: Tensor) -> str:
         """The gradients that some ranks lack or cannot use, in words."""
@@ -300,6 +291,15 @@ class Statuses(InFlight):
             # An event alone would record on the current device, which may be another one.
             stream = torch.accelerator.current_stream(self.device)
             self._copied = stream.record_event(self._copied)
+
+
+def _digits(number: int) -> bytes:
+    """A number of 32 bits in bytes of which none is zero."""
+    digits = bytearray()
+    for _ in range(5):
+        number, digit = divmod(number, 255)
+        digits.append(digit + 1)
+    return bytes(digits)
 
 
 def _identity(serial: int, matrices: Sequence[Matrix]) -> int:

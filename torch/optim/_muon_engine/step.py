@@ -241,7 +241,9 @@ class PackedStep(Runner):
         for grid, indices in plan.members.items():
             if groups[grid].several:
                 shared = [plan.matrices[index] for index in indices]
-                channel = Statuses(shared, params, groups[grid], serials[grid], device)
+                channel = Statuses(
+                    shared, params, groups[grid], serials[grid], rank, device
+                )
                 self.statuses.insert(0, channel)
         self._sent_whole = self._params_sent_whole(params)
         # Those of which kernels take the gradient into momentum where they blend the two.
