@@ -240,10 +240,7 @@ class Engine:
     def _in_common_order(self) -> list[Param]:
         """The parameters in the order of all ranks: experts last, by their ids."""
         experts = {} if self.reader is None else self.reader.experts
-        if not experts:
-            return list(self.params)
-        by_expert = [(experts.get(p.config_index, -1), p) for p in self.params]
-        return [param for _, param in sorted(by_expert, key=lambda pair: pair[0])]
+        return sorted(self.params, key=lambda p: experts.get(p.config_index, -1))
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:

@@ -76,17 +76,6 @@ class Status(IntEnum):
 class ParamInputs:
     """A parameter's tensors in one step: this rank's parts of the parameter, of its momentum and of its gradient."""
 
-    __slots__ = (
-        "gradient",
-        "is_placed",
-        "local",
-        "misfit",
-        "momentum",
-        "param",
-        "problem",
-        "user_gradient",
-    )
-
     def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
         """Makes a missing momentum buffer in ``state``."""
         self.param = param

@@ -131,8 +131,10 @@ class Statuses(InFlight):
                 values += self._all_present
             else:
                 values += bytes(inputs.status(matrix) for matrix in self.matrices)
-        values = values.ljust(len(self._own) * BYTES, b"\0")
-        opinions = torch.frombuffer(values, dtype=torch.uint8).view(-1, BYTES)
+        flat = torch.zeros(len(self._own) * BYTES, dtype=torch.uint8, device="cpu")
+        given = torch.tensor([*values], dtype=torch.uint8, device="cpu")
+        flat[: len(values)] = given
+        opinions = flat.view(-1, BYTES)
         self._own[:, 0] = opinions
         self._own[:, 1] = torch.where(opinions == 0, 0, 255 - opinions)
         if self._has_host_copy:

@@ -347,26 +347,22 @@ class PackedStep(Runner):
         """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
         self._wait(flight, "gather")
         bucket = flight.bucket
-        # Matrix -> its packed regions, where its update goes, too.
-        packed: dict[int, list[tuple[Region, Tensor]]] = {}
         incoming = bucket.exchange.incoming
-        for move, view in zip(incoming, _views(flight.owned, incoming)):
-            packed.setdefault(move.matrix, []).append((move.region, view))
-        forwarded: dict[int, list[tuple[Region, Tensor]]] = {}
+        received = _by_matrix(incoming, _views(flight.owned, incoming))
+        # With rounds, the updates of this rank's own regions travel, too.
+        kept: Sequence[Tensor | None] = [None] * len(bucket.kept)
         if flight.rounds:
-            for move, view in zip(bucket.kept, _views(flight.kept, bucket.kept)):
-                forwarded.setdefault(move.matrix, []).append((move.region, view))
-        own: dict[int, list[Move]] = {}
-        for move in bucket.kept:
-            own.setdefault(move.matrix, []).append(move)
+            kept = _views(flight.kept, bucket.kept)
+        own = _by_matrix(bucket.kept, kept)
         present: list[int] = []
         unsent: list[Tensor] = []
         for index in bucket.owned:
             if inputs.applies(self._plan.matrices[index]):
                 present.append(index)
                 continue
-            for _, view in (*packed.get(index, ()), *forwarded.get(index, ())):
-                unsent.append(view)
+            for _, view in (*received.get(index, ()), *own.get(index, ())):
+                if view is not None:
+                    unsent.append(view)
         if unsent:
             # They travel, but are not applied.
             torch._foreach_zero_(unsent)
@@ -374,7 +370,7 @@ class PackedStep(Runner):
             matrices = [self._plan.matrices[index] for index in batch]
             self.progress.now = Phase.COMPUTE.value, matrices
             self._log("orthogonalize", batch, inputs)
-            self._orthogonalize(batch, own, packed, forwarded, inputs)
+            self._orthogonalize(batch, own, received, inputs)
         self.progress.now = "scatter", flight.matrices
         flight.start_scatter()
         if len(bucket.row) == 1:
@@ -400,13 +396,12 @@ class PackedStep(Runner):
     def _orthogonalize(
         self,
         batch: Sequence[int],
-        own: Mapping[int, Sequence[Move]],
-        packed: Mapping[int, Sequence[tuple[Region, Tensor]]],
-        forwarded: Mapping[int, Sequence[tuple[Region, Tensor]]],
+        own: "ByMatrix",
+        received: "ByMatrix",
         inputs: StepInputs,
     ) -> None:
-        """Assembles the matrices of a batch, orthogonalizes them, and cuts the updates into regions: those that are
-        ``packed`` or ``forwarded``, and this rank's ``own``, which are applied.
+        """Puts matrices together out of this rank's ``own`` regions and those that it has ``received``, orthogonalizes them,
+        and cuts the updates into regions: those of other ranks go where the momentum was, and its own are applied.
         """
         first = self._plan.matrices[batch[0]]
         wholes = torch.empty(
@@ -414,24 +409,24 @@ class PackedStep(Runner):
         )
         moves: list[Move] = []
         own_regions: list[Tensor] = []
-        sources: list[Tensor] = []
+        kept: list[Tensor] = []
+        packed: list[Tensor] = []
         regions: list[Tensor] = []
-        later: list[Tensor] = []
-        later_regions: list[Tensor] = []
         for index, whole in zip(batch, wholes.unbind()):
-            for move in own.get(index, ()):
-                moves.append(move)
-                own_regions.append(move.region.of_matrix(whole))
-            for region, view in packed.get(index, ()):
-                sources.append(view)
+            for region, view in own.get(index, ()):
+                moves.append(Move(index, region))
+                own_regions.append(region.of_matrix(whole))
+                if view is not None:
+                    kept.append(view)
+            for region, view in received.get(index, ()):
+                packed.append(view)
                 regions.append(region.of_matrix(whole))
-            for region, view in forwarded.get(index, ()):
-                later.append(view)
-                later_regions.append(region.of_matrix(whole))
         self._blend(moves, own_regions, inputs)
-        _copy(regions, sources)
+        _copy(regions, packed)
         inputs.formulas_of(first).orthogonalize_all(wholes)
-        _copy(sources + later, regions + later_regions)
+        _copy(packed, regions)
+        if kept:
+            _copy(kept, own_regions)
         # Here and not with the updates that arrive, because the next batch needs the memory.
         self._apply(moves, own_regions, inputs)
 
@@ -611,6 +606,17 @@ class PackedStep(Runner):
         flight.wait()
         if not self._is_cpu and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)
+
+
+# Matrix -> its regions, each with a view of packed memory, or None.
+ByMatrix = Mapping[int, Sequence[tuple[Region, Any]]]
+
+
+def _by_matrix(moves: Sequence[Move], views: Sequence[Any]) -> ByMatrix:
+    found: dict[int, list[tuple[Region, Any]]] = {}
+    for move, view in zip(moves, views):
+        found.setdefault(move.matrix, []).append((move.region, view))
+    return found
 
 
 def _views(flat: Tensor, moves: Sequence[Move]) -> list[Tensor]:
