@@ -101,7 +101,7 @@ def problem_with_momentum(param: Tensor, buffer: Any) -> str:
     if param.shape != buffer.shape:
         return f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
     if isinstance(buffer, DTensor) and not is_placed_like(param, buffer):
-        problem = _problem_with_move(buffer, _nearest_placements(param, buffer))
+        problem = _problem_with_move(buffer, _replicated(buffer))
         return problem and f"the momentum buffer: {problem}"
     return ""
 
@@ -114,11 +114,20 @@ def fitting_momentum(
     have found no problem.
     """
     if not is_placed_like(param, buffer):
-        buffer = _placed(param, buffer)
+        if isinstance(buffer, DTensor):
+            mesh, whole = buffer.device_mesh, _replicated(buffer)
+            buffer = buffer.redistribute(mesh, whole).to_local()
+        if isinstance(param, DTensor):
+            buffer = cut_out(DTensorLayouts().of(0, None, param), buffer, param)
     if fitting_part(param, buffer, dtype) is None:
         moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
         buffer = like_param(param, moved)
     return buffer
+
+
+def _replicated(tensor: DTensor) -> Sequence[Placement]:
+    """The placements of the whole ``tensor``."""
+    return [Replicate()] * tensor.device_mesh.ndim
 
 
 def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
@@ -128,28 +137,6 @@ def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
         if isinstance(tensor, DTensor) and not is_placed_like(param, tensor):
             moved.append(f"{kind} {tensor.placements}")
     return ", ".join(moved)
-
-
-def _nearest_placements(param: Tensor, buffer: DTensor) -> Sequence[Placement]:
-    """The placements to which DTensor must bring ``buffer`` for ``param``: the same, or whole on other meshes."""
-    if isinstance(param, DTensor) and param.device_mesh == buffer.device_mesh:
-        return param.placements
-    return [Replicate()] * buffer.device_mesh.ndim
-
-
-def _placed(param: Tensor, buffer: Tensor) -> Tensor:
-    """A momentum ``buffer`` of another placement, placed like ``param``."""
-    if isinstance(buffer, DTensor):
-        mesh, placements = buffer.device_mesh, _nearest_placements(param, buffer)
-        buffer = buffer.redistribute(mesh, placements).to_local()
-        if isinstance(param, DTensor) and param.device_mesh == mesh:
-            # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix
-            # would keep the whole matrix alive, and cannot be saved.
-            own = buffer.clone(memory_format=torch.contiguous_format)
-            return like_param(param, own)
-    if not isinstance(param, DTensor):
-        return buffer
-    return cut_out(DTensorLayouts().of(0, None, param), buffer, param)
 
 
 def cut_out(matrices: Sequence[Matrix], full: Tensor, like: Tensor) -> Tensor:
