@@ -131,18 +131,13 @@ def fork(upstream, tmp_path):
     return place
 
 
-def copy_tool(place):
-    """This repository's tool and patches."""
+@pytest.fixture(scope="session")
+def small_overlay(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ours") / "overlay"
     ignore = shutil.ignore_patterns("__pycache__")
     for folder in ("tools/overlay", "patches"):
         shutil.copytree(ROOT / folder, place / folder, ignore=ignore)
     shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
-
-
-@pytest.fixture(scope="session")
-def small_overlay(tmp_path_factory):
-    place = tmp_path_factory.mktemp("ours") / "overlay"
-    copy_tool(place)
     put(place, {path: text_of(path) for path in SMALL})
     put(place, {MUON: f"distributed_config = None\n{text_of(MUON)}"})
     put(place, {"torch/optim/_muon_engine/__init__.py": ""})

@@ -31,7 +31,7 @@ import sys
 sys.path[:] = [p for p in sys.path if p and not p.endswith({NAME!r})]
 import importlib.util, json, os, site, sysconfig
 spec = importlib.util.find_spec("torch")
-sites = [*site.getsitepackages(), site.getusersitepackages()]
+sites = {{*site.getsitepackages(), site.getusersitepackages()}} & {{*sys.path}}
 print(json.dumps([spec and spec.origin, sysconfig.get_path("purelib"), *sites]))
 """
 
