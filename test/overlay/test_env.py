@@ -154,7 +154,6 @@ WRONG = {
     # It was the current folder.
     "apply --checkout=": "the value is empty",
     "": "a command is missing",
-    "nonsense": "invalid choice: 'nonsense'",
     "apply": "--checkout DIR or --python EXE",
     "apply --python a --checkout b": "not allowed with argument",
     "apply --check x": "unknown arguments: --check x",

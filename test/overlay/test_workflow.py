@@ -1,7 +1,6 @@
 """Each cell of the workflow's matrix is a test."""
 
 import itertools
-import os
 import re
 import sys
 
@@ -31,8 +30,7 @@ def test_each_cell_is_a_test():
         cell = dict(zip(AXES, map(str, values)))
         pattern = r"\$\{\{ matrix\.(\w+) \}\}"
         named.add(re.sub(pattern, lambda match: cell[match[1]], command))
-    assert len(named) == 6 * 3 * 3 * 2
     (path,) = {name.split("::")[0] for name in named}
     words = ("-m", "pytest", "--collect-only", "-q", path)
-    found = run(sys.executable, *words, cwd=ROOT, env=os.environ | JOB["env"]).out
+    found = run(sys.executable, *words, cwd=ROOT).out
     assert named == {line for line in found.splitlines() if "::test_matrix_" in line}
