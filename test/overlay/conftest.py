@@ -8,9 +8,9 @@ import subprocess
 import sys
 import venv
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
-from tools.overlay import payload
 from tools.overlay.payload import ROOT
 
 
@@ -131,18 +131,13 @@ def fork(upstream, tmp_path):
     return place
 
 
-def copy_tool(place):
-    """This repository's tool and patches."""
+@pytest.fixture(scope="session")
+def small_overlay(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ours") / "overlay"
     ignore = shutil.ignore_patterns("__pycache__")
     for folder in ("tools/overlay", "patches"):
         shutil.copytree(ROOT / folder, place / folder, ignore=ignore)
     shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
-
-
-@pytest.fixture(scope="session")
-def small_overlay(tmp_path_factory):
-    place = tmp_path_factory.mktemp("ours") / "overlay"
-    copy_tool(place)
     put(place, {path: text_of(path) for path in SMALL})
     put(place, {MUON: f"distributed_config = None\n{text_of(MUON)}"})
     put(place, {"torch/optim/_muon_engine/__init__.py": ""})
@@ -213,8 +208,7 @@ def installed(tmp_path):
 
 def leads_on(text):
     """Run each command that is printed there."""
-    ways = ("  git ", "  rm ", f"  {sys.executable} ")
-    lines = [line for line in text.splitlines() if line.startswith(ways)]
+    lines = [each for each in text.splitlines() if each.startswith(("  git ", "  rm "))]
     assert lines, text
     return [run(*shlex.split(line)) for line in lines]
 
@@ -244,13 +238,7 @@ def stock_of(path):
     """The stock file of the torch that runs the tests."""
     import torch
 
-    torch_folder = os.path.dirname(torch.__file__)
-    stock = os.path.join(
-        torch_folder, ".muon_overlay/original", path.removeprefix("torch/")
-    )
-    place = stock if os.path.exists(stock) else os.path.join(torch_folder, "..", path)
-    with open(place) as file:
-        return file.read()
-
-
-PATCHED = sorted({hunks.path for hunks in payload.patches(ROOT)})
+    folder = Path(torch.__file__).parents[1]
+    if (folder / "stock.txt").exists():
+        folder = Path((folder / "stock.txt").read_text())
+    return (folder / path).read_text()

@@ -82,11 +82,3 @@ def test_notebook(tmp_path):
 def test_notebook_is_up_to_date():
     script = jupytext.reads(SCRIPT.read_text(encoding="utf-8"), fmt="py:percent")
     assert cells() == [(cell.cell_type, cell.source) for cell in script.cells]
-
-
-def test_tests_in_the_table_exist():
-    named = set(re.findall(r"\b(test_\w+)", SCRIPT.read_text()))
-    assert len(named) >= 3
-    tests = [path.read_text() for path in (ROOT / "test").rglob("*.py")]
-    for test in named:
-        assert any(f"def {test}(" in each for each in tests), test

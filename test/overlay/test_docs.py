@@ -108,32 +108,27 @@ def commands():
                         yield document.relative_to(ROOT), words
 
 
+def exists(word):
+    """Whether a script or a module of this repository is there, if it is one."""
+    if word.startswith("tools."):
+        word = word.replace(".", "/")
+    elif not re.fullmatch(r"[\w/]+\.py", word):
+        return True
+    return any(ROOT.glob(f"{word}*"))
+
+
 def test_commands_exist():
     wrong = []
     for page, words in commands():
-        while "=" in words[0]:
-            del words[0]
-        ours = [i for i, w in enumerate(words) if w.endswith("setup_overlay.py")]
-        if ours:
-            arguments = words[ours[0] + 1 :]
-            with contextlib.redirect_stderr(None):
-                try:
-                    cli._arguments(arguments)
-                except (SystemExit, cli.OverlayError):
-                    wrong.append((page, words))
+        names = [word.rpartition("/")[2] for word in words]
+        if "setup_overlay.py" not in names:
+            wrong += [(page, word) for word in words if not exists(word)]
             continue
-        sources = [ROOT / word for word in words if re.match(r"[\w/]+\.py$", word)]
-        if "-m" in words:
-            module = words[words.index("-m") + 1]
-            if module.startswith("tools."):
-                sources = sorted(ROOT.glob(f"{module.replace('.', '/')}/**/*.py"))
-        if not sources:
-            continue
-        text = "".join(path.read_text() for path in sources if path.exists())
-        last = max(i for i, w in enumerate(words) if w == "-m" or ROOT / w in sources)
-        known = [w in text for w in words[last + 1 :] if w.startswith("--")]
-        if not (text and all(known)):
-            wrong.append((page, words))
+        with contextlib.redirect_stderr(None):
+            try:
+                cli._arguments(words[names.index("setup_overlay.py") + 1 :])
+            except (SystemExit, cli.OverlayError):
+                wrong.append((page, words))
     assert wrong == []
 
 
@@ -179,18 +174,13 @@ def test_named_files_exist(document):
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    ("package", "section"),
-    [("_muon_engine", "The files"), ("_muon_models", "Rules about models")],
-)
-def test_files_of_a_package_are_all_described(package, section):
-    folder = ROOT / "torch" / "optim" / package
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-    there = {name for name in files if (folder / name).stat().st_size} - {"__init__.py"}
-    text = (ROOT / "docs" / "engine.md").read_text()
-    table = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert set(re.findall(r"`([\w/]+\.py)`", " ".join(rows))) == there
+def test_files_of_packages_are_all_described():
+    """In the first columns of the tables."""
+    files = [*(ROOT / "torch/optim").glob("_muon_*/**/*.py")]
+    text = (ROOT / "docs/engine.md").read_text()
+    cells = " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))
+    described = {*re.findall(r"`([\w/]+\.py)`", cells)}
+    assert described == {path.name for path in files} - {"__init__.py"}
 
 
 def defined():
@@ -202,14 +192,11 @@ def defined():
     return found
 
 
-@each_document
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "examples/blueprint.py"])
 def test_named_tests_exist(document):
-    named = {
-        name
-        for words in in_backticks(document)
-        for name in re.findall(r"^(?:\w+::)?(test_\w+)$", words)
-    }
-    assert named - defined() == set()
+    mark = r"\| (?=test_)" if document.suffix == ".py" else r"`(?:\w+::)?(?=test_)"
+    named = re.findall(rf"{mark}(\w+)[ `]", document.read_text())
+    assert set(named) - defined() == set()
 
 
 def test_what_shows_a_requirement_exists():

@@ -1,16 +1,12 @@
-"""Drawn faults are where code is, and each meets the tests that execute its line, in a copy."""
-
-import argparse
+"""A fault meets the tests that execute its line, in a copy."""
 
 import pytest
 
 
 pytest.importorskip("cosmic_ray")
 
-from cosmic_ray.work_db import use_db
 from coverage import CoverageData
 from tools.mutation import __main__ as command, record
-from tools.overlay.payload import ROOT
 
 
 SOURCE = """def f(x):
@@ -66,25 +62,6 @@ def path(tmp_path, monkeypatch):
     return command.COPY / "optim" / "a.py"
 
 
-def test_faults_are_those_of_code(path, tmp_path, monkeypatch):
-    def drawn():
-        with use_db(tmp_path / "session.sqlite") as database:
-            command.draw(database, [path], argparse.Namespace(seed=1, count=9))
-            return {command.name_of(*item.mutations) for item in database.work_items}
-
-    found = drawn()
-    assert {name.partition(" => ")[0] for name in found} == {
-        "a.py: if x < 3:",
-        "a.py: def g(x, size=2):",
-        "a.py: return x * size",
-    }
-    assert found == drawn()
-    # Faults that somebody marked are not drawn.
-    (tmp_path / "equivalent.txt").write_text("".join(f"{n} # why\n" for n in found))
-    monkeypatch.setattr(command, "HERE", tmp_path)
-    assert not found & drawn()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "noticed"),
     [
@@ -109,10 +86,3 @@ def test_lines_choose_tests(path):
     # Any test may need a line that an import executes.
     path.write_text(SOURCE.replace("size=2", "size=3"))
     assert len(record.tests_of(command.PLACE, command.COPY, path)) == 3
-
-
-def test_marked_faults_fit_their_files():
-    for line in (command.HERE / "equivalent.txt").read_text().splitlines():
-        file, _, fault = line.partition(": ")
-        source = (ROOT / "torch" / "optim" / file).read_text()
-        assert fault.partition(" => ")[0] in " ".join(source.split())

@@ -16,10 +16,13 @@ from tools.overlay.payload import ROOT
 from tools.overlay.versions import NEWEST, OLDEST
 
 
-README = [program for program in PROGRAMS if program.name.startswith("README")]
 # Without Muon, too, gloo sometimes aborts a process whose interpreter ends by itself.
 END = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
 COMBINED, DESCRIPTION = package._COMBINED, package._DESCRIPTION
+PAGES = [program.code for program in PROGRAMS if program.name.startswith("README")]
+PAGES += [
+    block.text for block in blocks_of(ROOT / DESCRIPTION) if block.language == "python"
+]
 # Each module imports. Stock Muon and this one load each other's file. A trainer takes one optimizer
 # of several.
 ALONE = """
@@ -97,25 +100,16 @@ def torchrun(python, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", README, ids=[p.name for p in README])
-def test_readme(torchrun, program):
-    code = program.code.replace("torch.optim.muon", package.NAME)
-    assert torchrun(code, program.processes).count("owner: parameters") == 2
+def test_readme_and_description(torchrun):
+    assert len(PAGES) == 2
+    for code in PAGES:
+        code = code.replace("torch.optim.muon", package.NAME)
+        assert torchrun(code, 2).count("owner: parameters") == 2
 
 
 @pytest.mark.slow
 def test_modules_checkpoints_and_several_as_one(torchrun):
     assert torchrun(ALONE, 1) == "passed\n"
-
-
-@pytest.mark.slow
-def test_description(torchrun):
-    (program,) = (
-        block.text
-        for block in blocks_of(ROOT / DESCRIPTION)
-        if block.language == "python"
-    )
-    assert torchrun(program, 2).count("owner: parameters") == 2
 
 
 def commit_package(ours):
@@ -135,14 +129,11 @@ def test_what_an_index_and_its_readers_need(tmp_path, ours):
     # It raises an error for fields that no index takes.
     metadata = Metadata.from_email(texts[f"{info}/METADATA"])
     assert metadata.version.local is None
-    assert metadata.version.release[0] >= 2026
-    assert metadata.license_expression == "BSD-3-Clause"
     (licence,) = metadata.license_files
     assert texts[f"{info}/licenses/{licence}"] == (ROOT / "LICENSE").read_text()
     description = (ROOT / DESCRIPTION).read_text()
     assert metadata.description.startswith(description)
     assert commit in metadata.description
-    assert metadata.description_content_type == "text/markdown"
     for link in re.findall(r"\]\(([^)]+)\)", description):
         assert link.startswith("https://")  # an index has no other files
     ends = f">={OLDEST[0]}.{OLDEST[1]}", f"<{NEWEST[0]}.{NEWEST[1] + 1}"
@@ -159,14 +150,6 @@ def test_wheel_is_that_of_the_commit(tool, tmp_path, ours):
         texts.add(place.read_bytes())
     assert len(texts) == 1
     assert re.fullmatch(r"distributed_muon-[\d.]+-py3-none-any\.whl", place.name)
-    with zipfile.ZipFile(place) as wheel:
-        (record,) = (n for n in wheel.namelist() if n.endswith("/RECORD"))
-        rows = wheel.read(record).decode().splitlines()
-        found = {n: wheel.read(n) for n in wheel.namelist() if n != record}
-    assert rows[-1] == f"{record},,"
-    hashes = [f"{n},{package.record_hash(t)},{len(t)}" for n, t in found.items()]
-    assert rows[:-1] == hashes
-    assert found["distributed_muon/combined.py"] == (ROOT / COMBINED).read_bytes()
     for name in (OWN, COMBINED, DESCRIPTION, "tools/overlay/package.py"):
         before = (ours / name).read_bytes()
         append(ours / name, "# an edit\n")
@@ -174,5 +157,3 @@ def test_wheel_is_that_of_the_commit(tool, tmp_path, ours):
         (place,) = (out / name).iterdir()
         assert place.name.endswith(f"+g{commit[:12]}.dirty-py3-none-any.whl")
         (ours / name).write_bytes(before)
-    shutil.rmtree(ours / ".git")
-    tool(ours, "wheel", "--out", out, code=1, says=["not a git repository"])

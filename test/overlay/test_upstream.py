@@ -1,7 +1,5 @@
 """The patches and the mails for upstream fit the torch that is installed, and its release."""
 
-import ast
-import inspect
 import re
 import sys
 
@@ -112,20 +110,3 @@ class Redirect:
 
 sys.meta_path.insert(0, Redirect)
 """
-
-
-@pytest.mark.parametrize("name", ["Muon", "muon"])
-def test_arguments_of_the_release_are_taken(name):
-    """A program that is written for Muon of this release runs with the same words."""
-    (node,) = (
-        n for n in ast.parse(stock_of(MUON)).body if getattr(n, "name", "") == name
-    )
-    if isinstance(node, ast.ClassDef):
-        (node,) = (n for n in node.body if getattr(n, "name", "") == "__init__")
-    theirs = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
-    function = getattr(__import__("torch.optim._muon", fromlist=["_muon"]), name)
-    ours = inspect.signature(function).parameters
-    assert theirs - {"self"} <= set(ours)
-    named = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]
-    required = {p.name for p in named if p.default is p.empty}
-    assert required <= theirs

@@ -5,6 +5,7 @@ and objects of their own, and git brings them into the work tree. So what git re
 not lost.
 """
 
+import json
 import os
 import re
 import shlex
@@ -12,9 +13,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from . import git, payload, versions
+from . import git, versions
 from .errors import OverlayError, Refused, WrongTarget
-from .payload import COMMAND, Hunks, MUON, Ours, ROOT
+from .payload import FOLDERS, Hunks, MUON, Ours, ROOT
 
 
 # The commits that `apply` makes. A file belongs to the first one whose pattern is in its path.
@@ -25,21 +26,22 @@ COMMITS = {
 }
 UPDATE = "optim: update distributed Muon"
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as they were without the overlay.'
-MARK = "torch/__init__.py"
 # A stock _muon.py has none of these words. The overlays of former versions came in many
 # commits, whose first forms of the file have the last two.
 _OUR_MUON = re.compile(rb"distributed_config|from \._newton_schulz|_muon_formulas")
 _NOTHING = "0" * 40
-_EMPTY = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"  # everybody's text
 
 
 class Checkout:
     def __init__(self, where: str | Path, root: Path = ROOT) -> None:
         top = git.git(Path(where), "rev-parse", "--show-toplevel", check=False)
-        self.root = Path(os.fsdecode(top.stdout).removesuffix("\n"))
-        if top.returncode or not (self.root / MARK).exists():
-            why = git.said(top.stderr) or f"it has no {MARK}"
-            raise WrongTarget(f"{where} is not a PyTorch git checkout: {why}")
+        self.root = Path(git.said(top.stdout))
+        if top.returncode or not (self.root / "torch/__init__.py").exists():
+            why = git.said(top.stderr) or "it has no torch/__init__.py"
+            raise WrongTarget(
+                f"{where} is not a PyTorch git checkout: {why}. "
+                "Name a target: --checkout DIR or --python EXE"
+            )
         self.ours = Ours(root)
         self.version = (self.root / "version.txt").read_text().strip()
         self.words = f"PyTorch {self.version} checkout {self.root}"
@@ -50,7 +52,8 @@ class Checkout:
         folders = []
         for each in self.root, root:
             folder = git.ask(each, "rev-parse", "--git-path", "objects")
-            folders.append(str(each / folder))
+            # This variable is a list, in which quotes keep a path with ":" whole.
+            folders.append(json.dumps(str(each / folder), ensure_ascii=False))
         self._env = {
             "GIT_INDEX_FILE": f"{self._scratch.name}/index",
             "GIT_OBJECT_DIRECTORY": self._scratch.name,
@@ -67,12 +70,7 @@ class Checkout:
         return git.ask(self.root, *words, env=self._env, **options)
 
     def _text(self, blob: str) -> bytes:
-        return git.text(self.root, blob, env=self._env) or b""
-
-    def _command(self, name: str, *more: str) -> str:
-        """A line that runs as printed."""
-        words = shlex.join([name, "--checkout", str(self.root), *more])
-        return f"\n  {COMMAND} {words}"
+        return git.text(self.root, blob, env=self._env)
 
     # What HEAD has of the overlay
 
@@ -82,14 +80,12 @@ class Checkout:
         self.unknown: list[str] = []
         self.is_there = False
         for path, blob in blobs.items():
-            if path not in self.ours.known or path in self.ours.hunks:
-                continue
-            if path == MUON and self._is_stock(blob):
+            if path not in self.ours.known or (path == MUON and self._is_stock(blob)):
                 continue
             self.files[path] = blob
             if blob not in self.ours.known[path]:
                 self.unknown.append(path)
-            elif blob != _EMPTY:
+            else:
                 self.is_there = True
         self.patched = self.ours.hunks.keys() & blobs.keys()
         self.misfits: dict[str, str] = {}  # path -> the patch that does not fit
@@ -98,8 +94,8 @@ class Checkout:
         text = self._text(blob)
         return bool(text) and not _OUR_MUON.search(text)
 
-    def stock_commit(self) -> str:
-        """The newest commit that brought a ``_muon.py`` which is not the overlay's."""
+    def stock_muon(self) -> str:
+        """The blob of the newest ``_muon.py`` that is not the overlay's."""
         words = ("log", "-m", "--full-history", "--format=%H", self.head, "--", MUON)
         commits = {*self._ask(*words).split()}
         stock = [commit for commit in commits if self._is_stock(f"{commit}:{MUON}")]
@@ -109,13 +105,14 @@ class Checkout:
                 f"{self._git}fetch --unshallow"
             )
         newest = self._ask("merge-base", "--independent", *stock).split()
-        if len({self._ask("rev-parse", f"{each}:{MUON}") for each in newest}) > 1:
+        blobs = {self._ask("rev-parse", f"{each}:{MUON}") for each in newest}
+        if len(blobs) > 1:
             ways = [f"{self._git}checkout {each} -- {MUON}" for each in newest]
             raise Refused(
                 f"branches with different stock {MUON} were merged into {self.words}. Run "
                 f"one of these, commit, and repeat the command:{''.join(ways)}"
             )
-        return newest[0]
+        return blobs.pop()
 
     # Trees
 
@@ -142,7 +139,7 @@ class Checkout:
         if self.is_there:
             blobs = dict.fromkeys(self.files, _NOTHING)
             if MUON in blobs and has_muon:
-                blobs[MUON] = self._ask("rev-parse", f"{self.stock_commit()}:{MUON}")
+                blobs[MUON] = self.stock_muon()
             self._set(blobs)
         for path in self.patched:
             self._take_out(path)
@@ -169,8 +166,7 @@ class Checkout:
     def _commit(self, commits: list[tuple[str, str]], parent: str) -> str:
         """Make commits of these messages and trees after ``parent``; the last one."""
         for message, tree in commits:
-            data = f"{message}\n".encode()
-            parent = self._ask("commit-tree", tree, "-p", parent, data=data)
+            parent = self._ask("commit-tree", tree, "-p", parent, "-m", message)
         return parent
 
     def _give(self, place: Path, tip: str, base: str) -> None:
@@ -184,9 +180,6 @@ class Checkout:
         """Have git bring commits of these messages and trees; their names."""
         tip = self._commit(commits, self.head)
         self._give(self.root, tip, self.head)
-        # A merge would find a lock of the branch only after it has moved the files.
-        trial = f"start\nupdate HEAD {tip} {self.head}\nprepare\nabort\n".encode()
-        git.git(self.root, "update-ref", "--stdin", data=trial)
         removed = self._remove_remains(tip)
         words = ("merge", "--ff-only", "--no-overwrite-ignore", "-q", tip)
         done = git.git(self.root, *words, check=False)
@@ -236,10 +229,8 @@ class Checkout:
             raise Refused(
                 f"{self.words} has edits of the overlay that this repository lacks:\n  "
                 + "\n  ".join(self.unknown)
-                + f"\n`pull` takes them into this repository:{self._command('pull')}"
-                + "\nThese drop them. They stay in the history:"
-                + self._command("revert")
-                + self._command("apply")
+                + "\n`pull` takes them into this repository. `revert`, then `apply`, drops them: "
+                "they stay in the history"
             )
         own = [path for path in self.unknown if path in self.ours.files]
         if own:
@@ -249,8 +240,7 @@ class Checkout:
             )
         stages = self.stages()
         _, whole = stages[-1]
-        again = None if force else self._command("apply", "--force")
-        lines = self._warnings(again if whole != self.tree else None)
+        lines = self._warnings(force or whole == self.tree)
         if whole == self.tree:
             return "\n".join([*lines, f"{self.words} has the overlay; nothing to do"])
         if self.is_there:
@@ -259,11 +249,9 @@ class Checkout:
         made = self._move([(message + trailer, tree) for message, tree in stages])
         return "\n".join([*lines, f"applied to {self.words}, committed as", made])
 
-    def _warnings(self, again: str | None = None) -> list[str]:
-        muon = None
-        if not self.is_there:
-            muon = git.text(self.root, f"{self.head}:{MUON}")
-        return versions.warnings(self.version, self.misfits, muon, again)
+    def _warnings(self, force: bool = True) -> list[str]:
+        muon = b"" if self.is_there else self._text(f"{self.head}:{MUON}")
+        return versions.warnings(self.version, self.misfits, muon, force)
 
     def revert(self) -> str:
         """Take the overlay out again.
@@ -308,28 +296,25 @@ class Checkout:
 
     def diff(self) -> str:
         """Show what `apply` would change in a checkout, as a patch."""
-        words = ("diff", "--no-ext-diff", "--no-color", "--no-renames", self.head)
         _, tree = self.stages()[-1]
-        done = git.git(self.root, *words, tree, env=self._env)
-        return done.stdout.decode(errors="surrogateescape").removesuffix("\n")
+        words = ("diff", "--no-ext-diff", "--no-color", "--no-renames")
+        return self._ask(*words, self.head, tree)
 
     def export(self, out: Path) -> str:
         """Write the overlay as mails for `git am`, one for each of its commits."""
         self.ours.refuse_changes()
         base = self._commit([(REVERT, self.without_overlay(has_muon=True))], self.head)
         tip = self._commit(self.stages(has_muon=True), base)
-        if any(out.glob("*.patch")):  # `git am` would take them, too
-            raise Refused(f"{out} has mails already: name another folder")
         out.mkdir(parents=True, exist_ok=True)
         mails = self._ask(
-            "format-patch", "--no-renames", "--full-index", "--binary", "--no-signature",
-            "--suffix=.patch", "--subject-prefix=PATCH", "-o", str(out), f"{base}..{tip}",
+            "format-patch", "--no-cover-letter", "--no-renames", "--full-index",
+            "-o", str(out), f"{base}..{tip}",
         )  # fmt: skip
         lines = self._warnings()
         if self.is_there and self.unknown:
             lines.append("the mails lack edits of this checkout: `pull` takes them")
-        use = f"on a branch without the overlay: git am {shlex.quote(str(out))}/*.patch"
-        return "\n".join([*lines, mails, use])
+        use = f"git am {shlex.join(mails.splitlines())}"
+        return "\n".join([*lines, "on a branch without the overlay:", use])
 
     # Edits made in the checkout
 
@@ -341,6 +326,8 @@ class Checkout:
         ours = self.ours.root
         git.refuse_unfinished(self.root)
         git.refuse_unfinished(ours)
+        if not self.is_there:
+            return f"{self.words} holds no overlay"
         edits = self._edits()
         by_hand = self._edited_hunks()
         if not edits:
@@ -371,18 +358,17 @@ class Checkout:
         The scratch index then has the work tree.
         """
         self._ask("read-tree", self.head)
-        places = [*self.patched]
-        places += [top for top in payload.FOLDERS if (self.root / top).is_dir()]
-        self._ask("add", "--all", "--", *places, check=False)
+        places = [folder for folder in FOLDERS if (self.root / folder).is_dir()]
+        self._ask("add", "--all", "--", *self.patched, *places, check=False)
         blobs = git.tree(self.root, self._ask("write-tree"), *places, env=self._env)
         edits = {}
         for path, blob in blobs.items():
             known = self.ours.known.get(path, ())
             if blob in known or not (known or self._is_muons(path)):
                 continue
-            if path not in self.patched and not (path == MUON and self._is_stock(blob)):
+            if path != MUON or not self._is_stock(blob):
                 edits[path] = blob
-        return edits if self.is_there else {}
+        return edits
 
     def _is_muons(self, path: str) -> bool:
         """Whether a new file is of Muon, and came after the overlay."""
@@ -394,22 +380,12 @@ class Checkout:
 
     def _edited_hunks(self) -> list[str]:
         """How to see edits of lines that a patch has brought, after ``_edits``."""
-        now = self._ask("write-tree")
-        lines = []
-        for path in sorted(self.patched):
-            commits = self._ask("log", "-n20", "--format=%H", self.head, "--", path)
-            for commit in [now, *commits.split()]:
-                self._ask("read-tree", commit)
-                if self._take_out(path):
-                    break
-            else:  # it never had these lines
-                continue
-            if commit != now:
-                lines.append(
-                    f"lines of a patch were edited in {path}. Make the edit in this "
-                    f"repository's patch, too:{self._git}diff {commit} -- {path}"
-                )
-        return lines
+        return [
+            f"lines of a patch were edited in {path}, or never fit. Make the edit in this "
+            f"repository's patch, too:{self._git}log -p -- {path}"
+            for path in sorted(self.patched)
+            if not self._take_out(path)
+        ]
 
     def _given(self, edits: dict[str, str]) -> dict[str, str]:
         """The overlay's texts of these files, from which the edits began."""

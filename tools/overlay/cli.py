@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from . import layer, package, payload, versions
-from .checkout import Checkout, MARK
+from .checkout import Checkout
 from .env import ensure, run_in, run_tool
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
@@ -47,9 +47,14 @@ OPTIONS = {
     "--out": {
         "metavar": "DIR",
         "default": "out",
+        "type": lambda folder: Path(folder).absolute(),
         "help": "the folder for what is written (default: out)",
     },
-    "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
+    "--mode": {
+        "choices": ["source", "wheel"],
+        "default": "wheel",
+        "help": "how (default: wheel)",
+    },
     "--force": {
         "action": "store_true",
         "help": "go on with an untested torch, and without patches that do not fit",
@@ -67,15 +72,10 @@ OPTIONS = {
 
 def on_target(args: argparse.Namespace) -> None:
     """The named target, or the current folder."""
-    python, where = getattr(args, "python", None), args.checkout
-    if python and where:
-        raise WrongTarget("one target at a time: --checkout DIR or --python EXE")
-    if python:
-        target = layer.find(python, ROOT, *layer.given_paths())
-    elif where or Path(MARK).exists():
-        target = Checkout(where or ".")
+    if getattr(args, "python", None):
+        target = layer.find(args.python, ROOT, *layer.given_paths())
     else:
-        raise WrongTarget("name the target: --checkout DIR or --python EXE")
+        target = Checkout(args.checkout or ".")
     options = {name: getattr(args, name) for name in ("force", "out") if name in args}
     print(getattr(target, args.command)(**options))
 
@@ -105,10 +105,6 @@ def test(args: argparse.Namespace) -> int:
     """
     extra = args.extra
     if args.python or args.frameworks:
-        if args.torch or args.coverage or (args.python and args.frameworks):
-            raise WrongTarget(
-                "--python and --frameworks go without other options of ours"
-            )
         if not any(word.startswith(("test/", "/")) for word in extra):
             extra = [*(ELSEWHERE if args.python else ["test/frameworks"]), *extra]
     if args.python:
@@ -140,7 +136,7 @@ def run_elsewhere(python: str, words: list[str]) -> int:
     installed = layer.find(python, ROOT, *layer.given_paths())
     with tempfile.TemporaryDirectory(prefix="distributed-muon-") as name:
         misfits = installed.make(Path(name), live=True)
-        for line in versions.warnings(installed.version, misfits, None):
+        for line in versions.warnings(installed.version, misfits, b""):
             print(f"warning: {line}", file=sys.stderr)
         env = layer.plain_environment(name, *layer.given_paths())
         # The links lead into that torch, where Python would write its bytecode.
@@ -170,7 +166,8 @@ def rebuild(args: argparse.Namespace) -> None:
     installed.make(checkout.importable, live=True)
     place = shlex.quote(str(checkout.importable))
     test = shlex.quote(str(checkout.root / TEST))
-    print(f"use it:\n  PYTHONPATH={place} {installed.quoted} {test}")
+    python = shlex.quote(str(installed.python))
+    print(f"use it:\n  PYTHONPATH={place} {python} {test}")
 
 
 def wheel(args: argparse.Namespace) -> None:
@@ -181,22 +178,23 @@ def wheel(args: argparse.Namespace) -> None:
     print(f"pip install {shlex.quote(str(package.write(ROOT, args.out)))}")
 
 
+# Options of one string exclude each other.
 COMMANDS = {
-    env: ("--torch",),
-    verify: ("--torch",),
-    test: ("--torch", "--python", "--coverage", "--frameworks"),
-    gpu: ("--python", "--out"),
-    rebuild: ("--checkout", "--mode", "--python"),
-    wheel: ("--out",),
+    env: ["--torch"],
+    verify: ["--torch"],
+    test: ["--torch --python --coverage --frameworks"],
+    gpu: ["--python", "--out"],
+    rebuild: ["--checkout", "--mode", "--python"],
+    wheel: ["--out"],
 }
 # Methods of a target.
 ON_TARGETS = {
-    Checkout.apply: ("--checkout", "--python", "--force"),
-    Checkout.revert: ("--checkout", "--python"),
-    Checkout.status: ("--checkout", "--python"),
-    Checkout.diff: ("--checkout",),
-    Checkout.export: ("--checkout", "--out"),
-    Checkout.pull: ("--checkout",),
+    Checkout.apply: ["--checkout --python", "--force"],
+    Checkout.revert: ["--checkout --python"],
+    Checkout.status: ["--checkout --python"],
+    Checkout.diff: ["--checkout"],
+    Checkout.export: ["--checkout", "--out"],
+    Checkout.pull: ["--checkout"],
 }
 
 
@@ -212,11 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for do, options in {**COMMANDS, **ON_TARGETS}.items():
         about = inspect.getdoc(do)
-        first = about.partition(".\n")[0].rstrip(".")
+        first, *_ = about.splitlines()
         sub = commands.add_parser(do.__name__, help=first, description=about, **how)
         sub.set_defaults(sub=sub, do=do if do in COMMANDS else on_target)
-        for option in options:
-            sub.add_argument(option, **OPTIONS[option])
+        for alternatives in options:
+            group = sub.add_mutually_exclusive_group()
+            for option in alternatives.split():
+                group.add_argument(option, **OPTIONS[option])
     return parser
 
 
@@ -234,8 +234,6 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             args.sub.error(f"argument --{name}: the value is empty")
     if args.extra and args.command not in ("test", "verify", "gpu"):
         args.sub.error(f"unknown arguments: {' '.join(args.extra)}")
-    if "out" in args:
-        args.out = Path(args.out).expanduser().resolve()
     return args
 
 

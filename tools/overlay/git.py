@@ -19,7 +19,7 @@ _KEPT = re.compile(
 _SETTINGS = (
     "core.fsmonitor=false", "core.safecrlf=false", "log.showSignature=false",
     "log.follow=false", "log.showRoot=true", "diff.orderFile=/dev/null",
-    "diff.noprefix=false", "diff.mnemonicPrefix=false", "index.sparse=false",
+    "diff.noprefix=false", "diff.suppressBlankEmpty=false", "diff.mnemonicPrefix=false", "index.sparse=false",
     "merge.verifySignatures=false", "format.attach=", "user.useConfigOnly=true",
 )  # fmt: skip
 
@@ -58,17 +58,17 @@ def git(
 
 
 def said(output: bytes) -> str:
-    return output.decode(errors="surrogateescape").strip()
+    return os.fsdecode(output).strip("\n")
 
 
 def ask(where: Path, *words: str, **options: Any) -> str:
-    """The output, without white space around it."""
+    """The output, without line breaks around it."""
     return said(git(where, *words, **options).stdout)
 
 
 def names(where: Path, *words: str, **options: Any) -> list[str]:
     """The output of a command with ``-z``."""
-    return os.fsdecode(git(where, *words, **options).stdout).split("\0")[:-1]
+    return ask(where, *words, **options).split("\0")[:-1]
 
 
 def tree(where: Path, commit: str, *paths: str, **options: Any) -> dict[str, str]:
@@ -80,10 +80,9 @@ def tree(where: Path, commit: str, *paths: str, **options: Any) -> dict[str, str
     return blobs
 
 
-def text(where: Path, blob: str, **options: Any) -> bytes | None:
-    """The text of a blob (or COMMIT:PATH); None: there is no such file."""
-    done = git(where, "cat-file", "blob", blob, check=False, **options)
-    return None if done.returncode else done.stdout
+def text(where: Path, blob: str, **options: Any) -> bytes:
+    """The text of a blob (or COMMIT:PATH); empty if there is no such file."""
+    return git(where, "cat-file", "blob", blob, check=False, **options).stdout
 
 
 def changes(where: Path, *words: str) -> list[tuple[str, str]]:

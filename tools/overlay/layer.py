@@ -19,7 +19,7 @@ from pathlib import Path
 
 from . import git, payload, versions
 from .errors import Refused, WrongTarget
-from .payload import COMMAND, MUON
+from .payload import MUON
 
 
 NAME = "_distributed_muon_torch"
@@ -31,8 +31,8 @@ import sys
 sys.path[:] = [p for p in sys.path if p and not p.endswith({NAME!r})]
 import importlib.util, json, os, site, sysconfig
 spec = importlib.util.find_spec("torch")
-sites = [*site.getsitepackages(), site.getusersitepackages()]
-print(json.dumps([spec and spec.origin, sysconfig.get_path("purelib"), sites]))
+sites = {{*site.getsitepackages(), site.getusersitepackages()}} & {{*sys.path}}
+print(json.dumps([spec and spec.origin, sysconfig.get_path("purelib"), *sites]))
 """
 
 
@@ -66,21 +66,25 @@ def find(python: str | Path, root: Path, *paths: str) -> "Installed":
         env=plain_environment(*paths), stdin=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        origin, home, sites = json.loads(done.stdout)
+        origin, *homes = json.loads(done.stdout)
     except ValueError:
         # Programs that are no Python tend to repeat the whole probe.
-        last = done.stderr.strip().rpartition("\n")[2][:200]
         raise WrongTarget(
-            f"{python} failed as a Python with exit code {done.returncode}: {last}"
+            f"{python} failed as a Python with exit code {done.returncode}: "
+            f"{done.stderr[-200:]}"
         ) from None
-    home = Path(home)
-    if origin is None and not (home / NAME).exists():
-        raise WrongTarget(f"{where} has no torch")
-    torch = Path(origin).resolve().parent if origin else home / "torch"
-    is_site = str(torch.parent) in map(os.path.realpath, sites)
-    if is_site and os.access(torch.parent, os.W_OK):
-        home = torch.parent
-    return Installed(where, torch, home.resolve(), root)
+    home, *others = (Path(folder).resolve() for folder in homes)
+    if origin:
+        torch = Path(origin).resolve().parent
+        if torch.parent in others and os.access(torch.parent, os.W_OK):
+            home = torch.parent
+    else:
+        layers = [each for each in (home, *others) if (each / NAME).exists()]
+        if not layers:
+            raise WrongTarget(f"{where} has no torch")
+        home = layers[0]
+        torch = home / "torch"
+    return Installed(where, torch, home, root)
 
 
 def listing(folder: Path) -> dict[str, str]:
@@ -101,16 +105,11 @@ class Installed:
     def __init__(self, python: Path, torch: Path, home: Path, root: Path) -> None:
         self.python, self.torch, self.home, self.root = python, torch, home, root
         self.layer, self.pth = home / NAME, home / "distributed_muon_torch.pth"
-        self.version = None  # torch was uninstalled
-        if (torch / "version.py").is_file():
-            text = (torch / "version.py").read_text()
-            match = re.search(r"(?m)^__version__\b.*=\s*['\"](.+?)['\"]", text)
-            self.version = match[1] if match else "unknown"
+        file = torch / "version.py"
+        text = file.read_text() if file.is_file() else ""
+        match = re.search(r"(?m)^__version__\b.*=\s*['\"](.+?)['\"]", text)
+        self.version = match and match[1]  # None: torch was uninstalled
         self.words = f"torch {self.version or '(uninstalled)'} of {python}"
-        self.quoted = shlex.quote(str(python))
-
-    def _command(self, name: str) -> str:
-        return f"\n  {COMMAND} {name} --python {self.quoted}"
 
     # The files of a layer
 
@@ -120,49 +119,39 @@ class Installed:
         ``live``: with links to this repository's files, so that edits of them count.
         """
         if self.version is None:
-            raise WrongTarget(
-                f"{self.words}. This removes it:{self._command('revert')}"
-            )
-        if (self.torch / ".muon_overlay").exists():
-            raise Refused(
-                f"{self.words} has a former version of the overlay, which replaced files. "
-                "Reinstall torch"
-            )
+            raise WrongTarget(f"{self.words}: `revert` removes the overlay")
         stock = self.torch.parent
-        patches = payload.patches(self.root)
-        patched = {hunks.path for hunks in patches if (stock / hunks.path).is_file()}
-        both = {*payload.files(self.root), *patched}
-        paths = {Path(path) for path in both if path.startswith("torch/")}
-        # Tests and benchmarks compare with the stock files.
-        hidden = place / "torch/.muon_overlay/original"
-        folders = {folder for path in paths for folder in path.parents} - {Path(".")}
+        ours = payload.files(self.root / "torch")
+        sources = {f"torch/{path}": file for path, file in ours.items()}
+        patches = [
+            hunks
+            for hunks in payload.patches(self.root)
+            if hunks.path.startswith("torch/") and (stock / hunks.path).is_file()
+        ]
+        patched = {hunks.path: stock / hunks.path for hunks in patches}
+        sources |= patched
+        folders = {str(top) for path in sources for top in Path(path).parents} - {"."}
         for folder in sorted(folders):
-            (place / folder).mkdir(parents=True, exist_ok=True)
-            (hidden / folder.relative_to("torch")).mkdir(parents=True, exist_ok=True)
+            (place / folder).mkdir(parents=True)
             for entry in (stock / folder).glob("*"):
-                path = folder / entry.name
-                if path in paths:
-                    (hidden / path.relative_to("torch")).symlink_to(entry)
-                elif path not in folders and entry.name != "__pycache__":
+                path = f"{folder}/{entry.name}"
+                if path not in {*sources, *folders} and entry.name != "__pycache__":
                     (place / path).symlink_to(entry)
-        for path in paths:
-            source = stock if path.as_posix() in patched else self.root
-            if live and source == self.root:
-                (place / path).symlink_to(source / path)
-            else:
-                shutil.copyfile(source / path, place / path)
+        for path, source in sources.items():
+            put = os.symlink if live and path not in patched else shutil.copyfile
+            put(source, place / path)
         misfits = {}
-        # git would find a work tree that the folder is in.
-        env = {"GIT_CEILING_DIRECTORIES": str(place.resolve().parent)}
         words = ("apply", "--recount", "--whitespace=nowarn")
+        # git would find a work tree that the folder is in.
+        env = {"GIT_DIR": os.devnull}
         for path, patch, text in patches:
-            if Path(path) in paths:
-                done = git.git(place, *words, data=text, env=env, check=False)
-                if done.returncode:
-                    misfits[path] = patch
+            done = git.git(place, *words, data=text, env=env, check=False)
+            if done.returncode:
+                misfits[path] = patch
         shutil.copyfile(STARTUP, place / "__init__.py")
         shutil.copyfile(self.torch / "version.py", place / "version.py")
         (place / "start.pth").write_text(f"import {NAME}\n")
+        # Tests and benchmarks compare with the stock files, too.
         (place / "stock.txt").write_text(str(stock))
         record = json.dumps(listing(place), indent=0, sort_keys=True)
         (place / "record.json").write_text(record)
@@ -188,8 +177,8 @@ class Installed:
         """One command at a time; the kernel lets go even if this process is killed."""
         if not os.access(self.home, os.W_OK):
             raise WrongTarget(
-                f"this user may not write {self.home}. This builds a package that changes "
-                f"no torch:\n  {COMMAND} wheel"
+                f"this user may not write {self.home}. `wheel` builds a package that "
+                "changes no torch"
             )
         handle = os.open(self.home, os.O_RDONLY)
         try:
@@ -210,12 +199,12 @@ class Installed:
 
     def apply(self, force: bool = False, live: bool = False) -> str:
         with self._held(), tempfile.TemporaryDirectory() as name:
-            new = Path(name)
+            # The folder itself is for this user only.
+            new = Path(name, NAME)
             misfits = self.make(new, live=live)
             muon = self.torch.parent / MUON
-            text = muon.read_bytes() if muon.exists() else None
-            again = None if force else self._command("apply --force")
-            lines = versions.warnings(self.version, misfits, text, again)
+            text = muon.read_bytes() if muon.exists() else b""
+            lines = versions.warnings(self.version, misfits, text, force)
             if listing(new) == listing(self.layer) and self.pth.exists():
                 return "\n".join(
                     [*lines, f"{self.words} has the overlay; nothing to do"]
@@ -243,5 +232,6 @@ class Installed:
         if is_same and self.pth.exists():
             return f"{self.words}\nholds the overlay, as in this repository"
         self._refuse_edits()
-        again = self._command("apply")
-        return f"{self.words}\nholds the overlay of another torch or commit:{again}"
+        return (
+            f"{self.words}\nholds the overlay of another torch or commit: `apply` again"
+        )

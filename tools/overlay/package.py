@@ -17,7 +17,6 @@ from . import git, payload
 
 
 NAME = "distributed_muon"
-_HOME = "torch/optim/"
 _COMBINED = "examples/frameworks/combined.py"
 _EXPORTS = "__all__ = ["
 _DESCRIPTION = "tools/overlay/package.md"
@@ -77,10 +76,7 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
 def _modules(root: Path, version: str) -> dict[str, bytes]:
     """The modules of ``torch.optim`` under the package's names."""
     texts = {}
-    ours = {}
-    for path, file in payload.files(root).items():
-        if path.startswith(_HOME):
-            ours[path.removeprefix(_HOME)] = file
+    ours = payload.files(root / "torch/optim")
     private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
     for place, file in ours.items():
         text = _renamed(file.read_text(), place, sorted(private))
@@ -100,9 +96,7 @@ def record_hash(text: bytes) -> str:
 
 def write(root: Path, out: Path) -> Path:
     """Write the wheel there. One commit gives the same bytes everywhere."""
-    name = payload.name(root)
-    if git.ask(root, "status", "--porcelain", "--", *_OTHERS):
-        name = name.removesuffix("-dirty") + "-dirty"
+    name = payload.name(root, *_OTHERS)
     commit, _, is_dirty = name.partition("-")
     seconds = git.ask(root, "show", "-s", "--format=%ct", commit)
     when = time.gmtime(int(seconds))

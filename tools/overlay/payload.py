@@ -1,8 +1,6 @@
 """This repository's files for PyTorch, and the texts that they had before."""
 
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +9,6 @@ from .errors import Refused
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = shlex.join([sys.executable, str(ROOT / "setup_overlay.py")])
 # A file below these folders is in PyTorch under the same path.
 FOLDERS = ("torch", "test/optim", "test/distributed/optim")
 MUON = "torch/optim/_muon.py"
@@ -34,13 +31,12 @@ def hunks_of(patch: str, text: bytes) -> list[Hunks]:
     return [Hunks(m[1].decode(), patch, m[0]) for m in _HUNKS.finditer(text)]
 
 
-def files(root: Path) -> dict[str, Path]:
-    """Path in PyTorch -> the file here."""
+def files(folder: Path) -> dict[str, Path]:
+    """Path in a folder of this repository -> the file for PyTorch."""
     found = {}
-    for folder in FOLDERS:
-        for file in sorted((root / folder).rglob("*")):
-            if file.suffix in (".py", ".md"):
-                found[file.relative_to(root).as_posix()] = file
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".py", ".md"):
+            found[file.relative_to(folder).as_posix()] = file
     return found
 
 
@@ -53,9 +49,10 @@ def patches(root: Path) -> list[Hunks]:
     return found
 
 
-def name(root: Path) -> str:
-    """This repository's commit, marked if files for PyTorch differ from it."""
-    changed = git.ask(root, "status", "--porcelain", "--", *FOLDERS, "patches")
+def name(root: Path, *more: str) -> str:
+    """This repository's commit, marked if files for PyTorch, or more, differ from it."""
+    words = ("status", "--porcelain", "--", *FOLDERS, "patches", *more)
+    changed = git.ask(root, *words)
     return git.ask(root, "rev-parse", "HEAD") + "-dirty" * bool(changed)
 
 
@@ -72,19 +69,10 @@ class Ours:
         self.patches = patches(root)
         self.known: dict[str, set[str]] = {}
         found = {*self.patches}
-        # A stash is no place to keep an edit for good.
-        log = (
-            "log",
-            "-m",
-            "--format=",
-            "--exclude=refs/stash",
-            "--all",
-            "--reflog",
-            "--",
-        )
+        log = ("log", "-m", "--format=", "--all", "--reflog", "--")
         for path, blob in git.changes(root, *log, *FOLDERS, "patches"):
             if PATCHES.fullmatch(path):
-                found.update(hunks_of(path, git.text(root, blob) or b""))
+                found.update(hunks_of(path, git.text(root, blob)))
             else:
                 self.known.setdefault(path, set()).add(blob)
         # All hunks that a file may have. The longest come first: an earlier text may have a part of it.

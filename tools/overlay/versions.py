@@ -29,8 +29,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def supported(version: str) -> bool:
     """Not a nightly, which has sources of any day before its release."""
-    public, _, _ = version.partition("+")
-    return OLDEST <= release(version)[:2] <= NEWEST and "dev" not in public
+    return OLDEST <= release(version)[:2] <= NEWEST and ".dev" not in version
 
 
 def full(version: str | None) -> str:
@@ -47,11 +46,12 @@ def stock(muon: bytes) -> str | None:
 
 
 def warnings(
-    version: str, misfits: dict[str, str], muon: bytes | None, again: str | None = None
+    version: str, misfits: dict[str, str], muon: bytes, force: bool = True
 ) -> list[str]:
     """Warnings for the user of that torch. ``misfits``: file -> the patch that does not fit.
 
-    ``muon`` is the text that the overlay replaces. ``again`` goes on, where that takes a decision.
+    ``muon`` is the text that the overlay replaces, if any. Without ``force``, raises where going
+    on takes a decision.
     """
     lines = []
     if not supported(version):
@@ -62,12 +62,12 @@ def warnings(
             "that file as it is. Make the change by hand, there or in the patch"
         )
     takes_decision = bool(lines)
-    if muon is not None and not stock(muon):
+    if muon and not stock(muon):
         lines.append(
             "torch/optim/_muon.py there is of no release that this overlay knows. The "
             "overlay replaces the whole file: make changes of it in this repository, too. "
             "`revert` restores it"
         )
-    if takes_decision and again:
-        raise WrongTarget("\n".join([*lines, f"This goes on:{again}"]))
+    if takes_decision and not force:
+        raise WrongTarget("\n".join([*lines, "`apply --force` goes on"]))
     return lines

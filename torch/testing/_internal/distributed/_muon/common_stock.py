@@ -12,9 +12,10 @@ import torch
 @functools.cache
 def stock():
     """The torch.optim._muon that the overlay replaced; None if it was not kept."""
-    kept = Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
-    if not kept.exists():
+    place = Path(torch.__file__).parents[1] / "stock.txt"
+    if not place.exists():
         return None
+    kept = Path(place.read_text(), "torch/optim/_muon.py")
     # Of the package torch.optim, so that its relative imports find what they mean.
     name = "torch.optim._stock_muon"
     spec = importlib.util.spec_from_file_location(name, kept)
