@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.optim import _newton_schulz_variants as variants, Muon
+from torch.optim import _newton_schulz, Muon
 from torch.optim._newton_schulz import BatchProducts, newton_schulz, Products
 from torch.optim._newton_schulz_variants import (
     _has_same_bits,
@@ -254,7 +254,7 @@ class TestMuonSplit(TestCase):
                         results = []
                         for products in (torchs, SymmetricProducts):
                             with mock.patch.object(
-                                variants, "products_for", return_value=products
+                                _newton_schulz, "products_for", return_value=products
                             ):
                                 args = matrix, COEFFICIENTS, 2, 1e-7, algorithm
                                 results.append(newton_schulz(*args))

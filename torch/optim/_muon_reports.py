@@ -13,7 +13,7 @@ from ._muon_engine.plan import Bucket, Move, Phase, ROUNDS_IN_FLIGHT
 from ._muon_engine.process_groups import counted, listed
 from ._muon_engine.step import TOGETHER_BYTES
 from ._newton_schulz import NS_DTYPE
-from ._newton_schulz_variants import newton_schulz_bytes
+from ._newton_schulz_variants import newton_schulz_numel
 
 
 # Steps in a row, at any time of training.
@@ -137,14 +137,14 @@ def _memory(engine: Any) -> int:
 
 def _workspaces(engine: Any, bucket: Bucket) -> Iterator[int]:
     """The bytes of Newton-Schulz, or of updates and the regions of this rank, for each batch of a bucket."""
-    is_cpu = engine.device.type == "cpu"
     counts: Counter[Any] = Counter()
     for index in bucket.owned:
         matrix = engine.plan.matrices[index]
         formulas = engine.params[matrix.index].formulas
         most = formulas.batch_size(matrix.shape, engine.device)
         counts[matrix.shape] = min(most, counts[matrix.shape] + 1)
-        iterates = newton_schulz_bytes(matrix.shape, formulas.ns_algorithm, is_cpu)
+        iterates = newton_schulz_numel(matrix.shape, formulas.ns_algorithm)
+        iterates *= NS_DTYPE.itemsize
         stored = matrix.layout.numel_of(engine.rank) * matrix.dtype.itemsize
         updates = matrix.numel * NS_DTYPE.itemsize
         yield counts[matrix.shape] * max(iterates, updates + stored)
