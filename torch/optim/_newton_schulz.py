@@ -49,35 +49,26 @@ def as_tuples(ns_coefficients: Any) -> tuple:
 
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
     """Raises ValueError if the options of Newton-Schulz are invalid."""
-    check_ns_steps(ns_steps)
-    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
-    per_step = coefficients is ns_coefficients
-    if any(len(c) != 3 for c in (coefficients if per_step else [ns_coefficients])):
-        raise ValueError("Coefficients must be a tuple of exactly 3 values")
-    if per_step and len(ns_coefficients) != ns_steps:
-        raise ValueError(
-            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
-        )
-    check_ns_algorithm(ns_algorithm)
-
-
-def check_ns_steps(ns_steps: int) -> None:
     if ns_steps >= 100:
         raise ValueError(
             "Number of steps must be less than 100 for computational efficiency"
         )
-
-
-def check_ns_algorithm(ns_algorithm: str) -> None:
     if ns_algorithm not in NS_ALGORITHMS:
         raise ValueError(
             f"ns_algorithm must be one of {NS_ALGORITHMS} but is {ns_algorithm!r}"
+        )
+    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
+    if any(len(of_step) != 3 for of_step in coefficients):
+        raise ValueError("Coefficients must be a tuple of exactly 3 values")
+    if len(coefficients) != ns_steps:
+        raise ValueError(
+            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
 
 
 def stored_ns_algorithm(ns_algorithm: Any) -> Any:
     """The name that parameter groups store, so that ranks and checkpoints agree on it."""
-    # An invalid option of another type may have no hash. check_ns_algorithm() refuses it.
+    # An invalid option of another type may have no hash. check_newton_schulz() refuses it.
     if not isinstance(ns_algorithm, str):
         return ns_algorithm
     # The proposal has an Enum of strings. Its members have other hashes than their values, and

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What an iteration of Newton-Schulz multiplies by: torch's products, or symmetric products by blocks. And the Gram form,
+"""The products of an iteration of Newton-Schulz, by torch or by symmetric blocks. And the Gram form of the iterations,
 which iterates on the small side. ``_newton_schulz.py`` chooses among them.
 """
 
