@@ -220,9 +220,8 @@ class Muon(Optimizer):
         It asks no other rank.
 
         Args:
-            model (nn.Module or its parameters, optional): of which the text tells Muon's share, and the
-                matrices that neither Muon nor ``others`` have. For FSDP1, only the module knows whole
-                shapes (default: None)
+            model (nn.Module, optional): of which the text names the matrices that neither Muon nor
+                ``others`` have (default: None)
             others (Optimizer): the model's other optimizers.
         """
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
@@ -270,22 +269,15 @@ class Muon(Optimizer):
 
         # They are about the parameters of the former engine.
         self._hints = None
-        former = self._engine
-        engine = Engine(
+        return Engine(
             self._distributed_config,
             self._live_params(),
             self.state,
             self._allow_batched_matrices,
             # The other ranks wait for this one, so they learn of an error before it is raised.
             partial(checks.check_muon, self),
-            former,
+            self._engine,
         )
-        if log.isEnabledFor(logging.INFO) and engine.speaks and engine.plan.matrices:
-            from ._muon_reports import in_a_line
-
-            what = "rebuilt for changed parameters" if former else "built"
-            log.info("Muon %s: %s", what, in_a_line(engine))
-        return engine
 
     def _hand_over(self, engine: Engine) -> None:
         """Gives replaced parameters their momentum before the next step does, for a checkpoint."""
