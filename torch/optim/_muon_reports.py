@@ -93,7 +93,7 @@ def _memory(engine: Any) -> int:
         elif phase is Phase.COMPUTE:
             working = _workspace(engine, bucket)
         most = max(most, live + working)
-        if phase is Phase.COMPUTE:
+        if phase is (Phase.FORWARD if len(bucket.row) > 1 else Phase.COMPUTE):
             live += received * itemsize
         elif phase is Phase.APPLY:
             live -= (packed + received) * itemsize
