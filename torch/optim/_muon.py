@@ -83,17 +83,15 @@ class Muon(Optimizer):
       <https://jeremybernste.in/writing/deriving-muon>`_.
 
     If FSDP, TP and others leave each rank with only a piece of a matrix, pass a ``distributed_config``
-    from :mod:`torch.optim.muon`. With a ``distributed_config``, each matrix is gathered to one owner rank,
-    which orthogonalizes it once and sends the update back to every shard and replica. All ranks that share
-    matrices must construct an optimizer with a ``distributed_config`` at the same place of the program,
-    because they compare their parameters.
+    from :mod:`torch.optim.muon`: each matrix is gathered to one owner rank, which orthogonalizes it once
+    and sends the update back to every shard and replica. All ranks that share matrices must construct the
+    optimizer at the same place of the program, because they compare their parameters.
 
     Args:
         params (iterable): matrices, as parameters, as ``named_parameters()`` or as dicts that define
-            parameter groups. With names and a ``distributed_config``, ranks that list their parameters in
-            different orders get an error; without names, a ``distributed_config`` would mix up matrices of
-            equal shape. Embeddings, biases, norms and output heads belong to another optimizer such as :class:`AdamW`;
-            :func:`torch.optim.muon.partition_named_parameters` tells them apart.
+            parameter groups. With names, ranks that list their parameters in different orders get an
+            error. Embeddings, biases, norms and output heads belong to another optimizer such as
+            :class:`AdamW`; :func:`torch.optim.muon.partition_named_parameters` tells them apart.
         lr (float, Tensor, optional): learning rate (default: 1e-3).
         weight_decay (float, optional): decoupled weight decay (default: 0.1)
         momentum (float, optional): momentum factor (default: 0.95)
@@ -109,31 +107,26 @@ class Muon(Optimizer):
             rank; "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
         foreach (bool, optional): whether to orthogonalize matrices of equal shape in one batch. The
             rounding of an update may differ from the for-loop's, by about 1 % of its Frobenius norm.
-            None means False, but True for accelerators with a ``distributed_config``. With ``fused``, it
-            means True for accelerators, too. (default: None)
+            None means True on accelerators with a ``distributed_config``, with ``fused``, and for groups
+            with stacks, and otherwise False (default: None)
         allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
             stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
-            Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
-            batch parameter groups with stacks, unless ``foreach`` is False (default: False)
+            Each matrix of a stack has its own Newton-Schulz, learning rate and owner (default: False)
         ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
-            Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
-            have four products with the long side instead of ten. "symmetric" computes only the upper
-            blocks of the symmetric products. On CPUs where this has the same bits, "quintic" does so,
-            too. On CUDA, the products of "gram" and "symmetric" are kernels in Triton, in float16. "standard"
-            is another name of "quintic", which parameter groups and checkpoints then have
-            (default: "quintic")
-        fused (bool, optional): whether kernels in Triton take gradients into momentum and make what is
-            orthogonalized in one pass, and apply updates in another. Not with ``foreach=True``. Without
-            CUDA or Triton, and for parameters in float64 or on a CPU, torch's operations do the same.
-            Parameters in bfloat16 are rounded once, not twice. None means False (default: None)
+            Gram matrix if one side is at least 1.5 times the other, and rounds differently. "symmetric"
+            computes only the upper blocks of the symmetric products. On CUDA, the products of both are
+            kernels in Triton, in float16. "standard" is another name of "quintic" (default: "quintic")
+        fused (bool, optional): whether kernels in Triton make one pass before the orthogonalization, and
+            one after. Not with ``foreach=True``. Without CUDA or Triton, and for parameters in float64 or
+            on a CPU, torch's operations do the same. Parameters in bfloat16 are rounded once, not twice.
+            None means False (default: None)
 
     A parameter group may also have ``split`` and ``flatten``:
 
     - ``split`` (sequence of int, or dict): the rows of each part of a fused weight, such as ``(q, k, v)``.
-      Each part is a matrix with its own Newton-Schulz and learning rate. If the rows of the parts
-      alternate, or the parts are columns, pass a dict: ``{"sizes": (q, k, v), "repeats": groups}`` has q, k
-      and v rows for each group of heads, and ``{"sizes": (n, n, n), "dim": 1}`` three parts of n columns.
-      A part is all of its lines, joined in order. (default: None)
+      Each part is a matrix with its own Newton-Schulz and learning rate. A dict is for rows that
+      alternate, ``{"sizes": (q, k, v), "repeats": groups}``, and for columns,
+      ``{"sizes": (n, n, n), "dim": 1}``. A part is all of its lines, joined in order. (default: None)
     - ``flatten`` (bool): whether a parameter of three or more dimensions, such as a convolution, is one
       matrix, dimension 0 by all others. Without a ``distributed_config``, it may be in channels_last.
       (default: False)
@@ -509,16 +502,20 @@ def _single_tensor_muon(
         has_stacks = allow_batched_matrices and any(g.ndim > 2 for g in grads)
         is_ours = bool(has_stacks or formulas.fused)
         formulas = formulas._replace(foreach=is_ours and not grads[0].is_cpu)
-    lists = [params, grads, muon_momentum_bufs]
-    if formulas.flatten:
-        # A matrix is a view. Kernels in channels_last are copied, and copied back.
-        lists = [[t.detach().contiguous() for t in tensors] for tensors in lists]
-    params_of, grads_of, bufs_of = lists
-    if takes_more or formulas.split.sizes:
-        params_of, grads_of, bufs_of = (
-            [matrix for tensor in tensors for matrix in formulas.matrices_in(tensor)]
-            for tensors in lists
-        )
+    matrices: list[list[Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    for tensors in (params, grads, muon_momentum_bufs):
+        of_tensors: list[Tensor] = []
+        for tensor in tensors:
+            contiguous = tensor
+            if formulas.flatten and not tensor.is_contiguous():
+                # A matrix is a view. Kernels in channels_last are copied, and copied back.
+                contiguous = tensor.detach().contiguous()
+                if tensors is not grads:
+                    copies.append((tensor, contiguous))
+            of_tensors += formulas.matrices_in(contiguous)
+        matrices.append(of_tensors)
+    params_of, grads_of, bufs_of = matrices
     for batch in _batches(grads_of, bufs_of, formulas):
         _step_batch(
             [params_of[i] for i in batch],
@@ -526,11 +523,8 @@ def _single_tensor_muon(
             [bufs_of[i] for i in batch],
             formulas,
         )
-    if formulas.flatten:
-        originals, copies = params + muon_momentum_bufs, lists[0] + lists[2]
-        for original, copy in zip(originals, copies, strict=True):
-            if not original.is_contiguous():
-                original.copy_(copy)
+    for tensor, contiguous in copies:
+        tensor.copy_(contiguous)
 
 
 def _step_batch(

@@ -1,5 +1,6 @@
 """Checks of what users pass to a Muon: parameters, options of parameter groups, and checkpoints."""
 
+import math
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
@@ -71,11 +72,11 @@ def problem_with(
         if type(param) not in (Tensor, torch.nn.Parameter):
             return f"{described} is a {type(param).__name__}, which only a factory's distributed_config ('auto') can cut into matrices"
         if split.sizes:
-            whole = param.flatten(1) if flatten else param
-            text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
-            if has_config:
-                # Functions of the user's know the whole shape, and gather it in a step.
-                text = split.problem
+            # Functions of the user's know the whole shape, and gather it in a step.
+            text = split.problem
+            if not has_config:
+                whole = (shape[0], math.prod(shape[1:])) if flatten else shape
+                text = split.problem_with(whole[-2:], len(whole) - 2)
             return f"{described} of shape {shape}: {text}" if text else ""
     return ""
 
