@@ -303,7 +303,17 @@ class Muon(Optimizer):
         loaded: list[dict[str, Any]] = []
 
         def restore(_: Optimizer) -> None:
-            _restore_dtypes(self, loaded[0])
+            (saved,) = loaded
+            keys = [key for group in saved["param_groups"] for key in group["params"]]
+            for key, param in zip(keys, self._tensors(), strict=True):
+                buffer = saved["state"].get(key, {}).get("momentum_buffer")
+                if not isinstance(buffer, Tensor):
+                    continue
+                # Optimizer casts it to the parameter's dtype. Gradients of any dtype may have given it the one that was saved.
+                dtype = param.grad_dtype or buffer.dtype
+                if dtype != param.dtype:
+                    buffer = buffer.to(param.device, dtype)
+                    self.state[param]["momentum_buffer"] = buffer
 
         # The last hook before gets what the others return, and those after have the last word.
         before = self.register_load_state_dict_pre_hook(
@@ -450,19 +460,6 @@ class Muon(Optimizer):
             self._hints.look(engine.steps, without_gradient)
 
 
-def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
-    """Gives momentum the dtype of gradients again. Optimizer casts it to the parameter's."""
-    keys = [key for group in loaded["param_groups"] for key in group["params"]]
-    for key, param in zip(keys, muon._tensors(), strict=True):
-        buffer = loaded["state"].get(key, {}).get("momentum_buffer")
-        if isinstance(buffer, Tensor):
-            # Gradients of any dtype may have given it the one that was saved.
-            dtype = param.grad_dtype or buffer.dtype
-            if dtype != param.dtype:
-                buffer = buffer.to(param.device, dtype)
-                muon.state[param]["momentum_buffer"] = buffer
-
-
 def _single_tensor_muon(
     params: list[Tensor],
     grads: list[Tensor],
@@ -500,7 +497,7 @@ def _single_tensor_muon(
     elif formulas.foreach is None and len(grads) > 0:
         # A batch may round differently from stock Muon, which has neither stacks nor kernels.
         has_stacks = allow_batched_matrices and any(g.ndim > 2 for g in grads)
-        is_ours = bool(has_stacks or formulas.fused)
+        is_ours = has_stacks or formulas.fused
         formulas = formulas._replace(foreach=is_ours and not grads[0].is_cpu)
     matrices: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []

@@ -26,7 +26,6 @@ from .optimizer import _to_scalar
 _BATCH_BYTES = 64 * 1024**2
 # On accelerators, symmetric products are launched more often, which takes the host longer for small batches.
 _SYMMETRIC_BATCH_BYTES = 128 * 1024**2
-_WHOLE = Split()
 ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
@@ -85,10 +84,10 @@ class MuonFormulas(NamedTuple):
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
         # A list may change in place, which every step must notice.
-        split = values["split"]
-        values["split"] = _WHOLE if split is None else Split.of(split)
+        values["split"] = Split.of(values["split"])
         values["ns_algorithm"] = stored_ns_algorithm(values["ns_algorithm"])
-        return cls(**{**values, "lr": _to_scalar(values["lr"])})
+        values["lr"] = _to_scalar(values["lr"])
+        return cls(**values)
 
     @staticmethod
     def normalize(group: MutableMapping[str, Any]) -> None:

@@ -47,10 +47,9 @@ def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
 
 def in_full(engine: Any) -> str:
     """The owners, the busiest one, and the memory of a step."""
-    here = f"Rank {engine.rank} of {engine.world_size} owns"
+    here = f"Rank {engine.rank} of {engine.world_size}"
     if not engine.is_packed:
-        owned = engine.assignments.get(engine.rank, ())
-        return f"{here} {counted(len(owned), 'parameter')}. The user's functions exchange matrices"
+        return f"{here}. The user's functions exchange matrices; assignments has the owners"
     plan = engine.plan
     work: Counter[int] = Counter()
     for layout in {matrix.layout for matrix in plan.matrices}:
@@ -64,7 +63,7 @@ def in_full(engine: Any) -> str:
     share = work[busiest] * len(work) / max(1, work.total())
     matrices = counted(len(plan.matrices), "matrix", "matrices")
     return (
-        f"{here} {listed(names) or 'nothing'}. {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
+        f"{here} owns {listed(names) or 'nothing'}. {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
         f"with {share:.2f} times the mean work.\nBesides parameters, gradients and momentum, a step of this rank takes up to "
         f"{_memory(engine) / 2**20:.4g} MiB"
     )
