@@ -103,7 +103,7 @@ class TestMuonImports(TestCase):
         TopologicalSorter(graph).prepare()
 
     def test_orthogonalization_stands_alone(self):
-        """It imports one way, and nothing of Muon but the kernels."""
+        """Its imports go one way. Muon's kernels are the only ones of Muon."""
         graph = {}
         for path in FOLDER.parent.glob("_newton_schulz*.py"):
             imports = imports_of(ast.parse(path.read_text()))
