@@ -2,7 +2,6 @@
 """Which parameters of a model go to Muon, and how its fused weights are split."""
 
 import unittest
-import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -249,18 +248,6 @@ class TestPartition(ModelsTestCase):
         ]
         self.assertEqual(found, expected)
         Muon(groups, allow_batched_matrices=True)
-        with self.assertWarnsRegex(UserWarning, "not split: 1.w$"):
-            partition_named_parameters(model, split=split)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            partition_named_parameters(model, split=split, exclude="1.w")
-
-    def test_fused_weights_that_stay_whole_are_marked(self):
-        model = tree([{"qkv": linear(24), "in_proj": lora(linear(24))}])
-        mark = "Muon, left whole: named like a fused weight"
-        found = self.destinations(model, split={"*qkv*": (8, 16)})
-        expected = ["Muon, split (8, 16)", mark, "Muon", "Muon"]
-        self.assertEqual([*found.values()], expected)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

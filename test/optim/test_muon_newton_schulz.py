@@ -11,7 +11,7 @@ from torch.optim._newton_schulz import (
     Products,
 )
 from torch.optim._newton_schulz_variants import (
-    newton_schulz_bytes,
+    newton_schulz_numel,
     products_for,
     SymmetricProducts,
     uses_gram,
@@ -105,9 +105,9 @@ class TestGramNewtonSchulz(TestCase):
                 # Both round to bfloat16 on the way, the Gram matrix what is small the most.
                 bound = max(0.05 * expected.norm(), 2 * quintic)
                 self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
-        # Three iterates and a Gram matrix, or two and five.
-        nbytes = [newton_schulz_bytes((4, long), "gram") for long in (64, 8)]
-        self.assertEqual(nbytes, [1568, 288])
+        # Three iterates and two Gram matrices, or two and five.
+        numels = [newton_schulz_numel((4, long), "gram") for long in (64, 8)]
+        self.assertEqual(numels, [800, 144])
 
 
 class TestCoefficients(TestCase):

@@ -46,12 +46,8 @@ class TestMuonRefusals(TestCase):
             "momentum": None,
             "lr": "1e-3",
             "ns_steps": 5.0,
-            "nesterov": "no",
-            "ns_coefficients": ("3.4", -4.8, 2.0),
         }
-        cases = [*wrong_types.items(), ("ns_coefficients", (3.4, (1, 2, 3), 2.0))]
-        cases.append(("ns_coefficients", ((3.4, "x", 2.0),) * 5))
-        for (name, value), config in itertools.product(cases, CONFIGS):
+        for (name, value), config in itertools.product(wrong_types.items(), CONFIGS):
             with self.subTest(name=name, config=config):
                 with self.assertRaisesRegex(TypeError, f"^{name} must be"):
                     options = {"distributed_config": config, name: value}

@@ -19,15 +19,11 @@ class TestReports(TestCase):
         other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
         page = muon.describe(nn.Linear(6, 4), other)
         for words in (
-            "Muon has 1 parameter, 0.0% of the model's 28 elements\nNo optimizer given here has weight",
+            "Muon has 1 parameter\nNo optimizer given here has weight",
             "has no distributed_config",
         ):
             with self.subTest(words=words):
                 self.assertIn(words, page)
-        for model, name in (("parameters", "(4, 6)"), ("named_parameters", "weight")):
-            with self.subTest(model=model, name=name):
-                page = muon.describe(getattr(nn.Linear(6, 4), model)(), other)
-                self.assertIn(f"28 elements\nNo optimizer given here has {name}", page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 
@@ -40,12 +36,8 @@ class TestReports(TestCase):
         first.grad = None
         ours.step()
         ours.param_groups[0]["params"] = [nn.Parameter(randn(7, 4, 4))]
-        # A rebuild is logged once.
-        with self.assertLogs("torch.optim.muon", "INFO") as logs:
-            with self.assertWarnsRegex(UserWarning, "starts at zero"):
-                ours.step()
+        with self.assertWarnsRegex(UserWarning, "starts at zero"):
             ours.step()
-        self.assertEqual(len(logs.output), 1)
 
 
 class TestPublicNames(TestCase):

@@ -5,13 +5,14 @@ r"""Implementation of the Muon optimizer: hyperparameters, state, step and check
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _muon_checks as checks
-from ._muon_formulas import _adjust_lr, in_order_of, MuonFormulas  # noqa: F401
+from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
     check_newton_schulz,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_formulas import OptimizerStepExecutor
+    from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.params import Param
 
 
 __all__ = ["Muon", "muon"]
@@ -81,17 +83,15 @@ class Muon(Optimizer):
       <https://jeremybernste.in/writing/deriving-muon>`_.
 
     If FSDP, TP and others leave each rank with only a piece of a matrix, pass a ``distributed_config``
-    from :mod:`torch.optim.muon`. With a ``distributed_config``, each matrix is gathered to one owner rank,
-    which orthogonalizes it once and sends the update back to every shard and replica. All ranks that share
-    matrices must construct an optimizer with a ``distributed_config`` at the same place of the program,
-    because they compare their parameters.
+    from :mod:`torch.optim.muon`: each matrix is gathered to one owner rank, which orthogonalizes it once
+    and sends the update back to every shard and replica. All ranks that share matrices must construct the
+    optimizer at the same place of the program, because they compare their parameters.
 
     Args:
         params (iterable): matrices, as parameters, as ``named_parameters()`` or as dicts that define
-            parameter groups. With names and a ``distributed_config``, ranks that list their parameters in
-            different orders get an error; without names, a ``distributed_config`` would mix up matrices of
-            equal shape. Embeddings, biases, norms and output heads belong to another optimizer such as :class:`AdamW`;
-            :func:`torch.optim.muon.partition_named_parameters` tells them apart.
+            parameter groups. With names, ranks that list their parameters in different orders get an
+            error. Embeddings, biases, norms and output heads belong to another optimizer such as
+            :class:`AdamW`; :func:`torch.optim.muon.partition_named_parameters` tells them apart.
         lr (float, Tensor, optional): learning rate (default: 1e-3).
         weight_decay (float, optional): decoupled weight decay (default: 0.1)
         momentum (float, optional): momentum factor (default: 0.95)
@@ -107,31 +107,26 @@ class Muon(Optimizer):
             rank; "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
         foreach (bool, optional): whether to orthogonalize matrices of equal shape in one batch. The
             rounding of an update may differ from the for-loop's, by about 1 % of its Frobenius norm.
-            None means False, but True for accelerators with a ``distributed_config``. With ``fused``, it
-            means True for accelerators, too. (default: None)
+            None means True on accelerators with a ``distributed_config``, with ``fused``, and for groups
+            with stacks, and otherwise False (default: None)
         allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
             stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
-            Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
-            batch parameter groups with stacks, unless ``foreach`` is False (default: False)
+            Each matrix of a stack has its own Newton-Schulz, learning rate and owner (default: False)
         ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
-            Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
-            have four products with the long side instead of ten. "symmetric" computes only the upper
-            blocks of the symmetric products. On CPUs where this has the same bits, "quintic" does so,
-            too. On CUDA, the products of "gram" and "symmetric" are kernels in Triton, in float16. "standard"
-            is another name of "quintic", which parameter groups and checkpoints then have
-            (default: "quintic")
-        fused (bool, optional): whether kernels in Triton take gradients into momentum and make what is
-            orthogonalized in one pass, and apply updates in another. Not with ``foreach=True``. Without
-            CUDA or Triton, and for parameters in float64 or on a CPU, torch's operations do the same.
-            Parameters in bfloat16 are rounded once, not twice. None means False (default: None)
+            Gram matrix if one side is at least 1.5 times the other, and rounds differently. "symmetric"
+            computes only the upper blocks of the symmetric products. On CUDA, the products of both are
+            kernels in Triton, in float16. "standard" is another name of "quintic" (default: "quintic")
+        fused (bool, optional): whether kernels in Triton make one pass before the orthogonalization, and
+            one after. Not with ``foreach=True``. Without CUDA or Triton, and for parameters in float64 or
+            on a CPU, torch's operations do the same. Parameters in bfloat16 are rounded once, not twice.
+            None means False (default: None)
 
     A parameter group may also have ``split`` and ``flatten``:
 
     - ``split`` (sequence of int, or dict): the rows of each part of a fused weight, such as ``(q, k, v)``.
-      Each part is a matrix with its own Newton-Schulz and learning rate. If the rows of the parts
-      alternate, or the parts are columns, pass a dict: ``{"sizes": (q, k, v), "repeats": groups}`` has q, k
-      and v rows for each group of heads, and ``{"sizes": (n, n, n), "dim": 1}`` three parts of n columns.
-      A part is all of its lines, joined in order. (default: None)
+      Each part is a matrix with its own Newton-Schulz and learning rate. A dict is for rows that
+      alternate, ``{"sizes": (q, k, v), "repeats": groups}``, and for columns,
+      ``{"sizes": (n, n, n), "dim": 1}``. A part is all of its lines, joined in order. (default: None)
     - ``flatten`` (bool): whether a parameter of three or more dimensions, such as a convolution, is one
       matrix, dimension 0 by all others. Without a ``distributed_config``, it may be in channels_last.
       (default: False)
@@ -145,8 +140,8 @@ class Muon(Optimizer):
     """
 
     # Attributes of a copy or an old pickle.
-    _distributed_config: DistributedConfig | None = None
-    _engine: OptimizerStepExecutor | None = None
+    _distributed_config: Any = None
+    _engine: Engine | None = None
     _hints: Any = None
     _needs_config = False
     _allow_batched_matrices = False
@@ -187,13 +182,10 @@ class Muon(Optimizer):
         self._distributed_config = checks.checked_config(distributed_config)
         if self._distributed_config is None:
             # Before the parameters, as upstream does.
-            MuonFormulas.of_group(defaults).check_values()
+            MuonFormulas.of_group(defaults).check()
         super().__init__(params, defaults)
         if self._distributed_config is not None:
-            # The other ranks hear of an error before it is raised.
-            from ._muon_install import new_engine
-
-            self._engine = new_engine(self)
+            self._engine = self._new_engine()
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -221,9 +213,8 @@ class Muon(Optimizer):
         It asks no other rank.
 
         Args:
-            model (nn.Module or its parameters, optional): of which the text tells Muon's share, and the
-                matrices that neither Muon nor ``others`` have. For FSDP1, only the module knows whole
-                shapes (default: None)
+            model (nn.Module, optional): of which the text names the matrices that neither Muon nor
+                ``others`` have (default: None)
             others (Optimizer): the model's other optimizers.
         """
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
@@ -255,6 +246,37 @@ class Muon(Optimizer):
     def _tensors(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _live_params(self) -> list[Param]:
+        """The parameters of all groups, as an engine takes them."""
+        from ._muon_engine.params import Param
+
+        formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
+        params: list[Param] = []
+        for at, name, tensor in checks.named_params(self.param_groups):
+            params.append(Param(len(params), tensor, name, at, formulas[at]))
+        return params
+
+    def _new_engine(self) -> Engine:
+        """Builds an engine together with the other ranks, for parameters that may have changed since the last time."""
+        from ._muon_engine.engine import Engine
+
+        # They are about the parameters of the former engine.
+        self._hints = None
+        return Engine(
+            self._distributed_config,
+            self._live_params(),
+            self.state,
+            self._allow_batched_matrices,
+            # The other ranks wait for this one, so they learn of an error before it is raised.
+            partial(checks.check_muon, self),
+            self._engine,
+        )
+
+    def _hand_over(self, engine: Engine) -> None:
+        """Gives replaced parameters their momentum before the next step does, for a checkpoint."""
+        if not engine.matches(self.param_groups):
+            engine.hand_over(self._live_params(), self.state)
+
     def __getstate__(self) -> dict[str, Any]:
         # A process group can be neither copied nor pickled, so the copy has no config. It must not go on
         # alone and take shards for matrices, so it refuses to step.
@@ -272,23 +294,26 @@ class Muon(Optimizer):
             for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
             MuonFormulas.normalize(group)
-        # A checkpoint may be from channels_last parameters, and these not, or the reverse.
-        for group in self.param_groups:
-            if group["flatten"]:
-                for p in group["params"]:
-                    _reorder_momentum(p, self.state.get(p, {}))
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state as :meth:`Optimizer.load_state_dict` does, but momentum keeps the dtype of gradients."""
-        if self._engine is not None and not self._engine.matches(self.param_groups):
-            from ._muon_install import live_params
-
-            self._engine.hand_over(live_params(self), self.state)
+        if self._engine is not None:
+            self._hand_over(self._engine)
         loaded: list[dict[str, Any]] = []
 
         def restore(_: Optimizer) -> None:
-            _restore_dtypes(self, loaded[0])
+            (saved,) = loaded
+            keys = [key for group in saved["param_groups"] for key in group["params"]]
+            for key, param in zip(keys, self._tensors(), strict=True):
+                buffer = saved["state"].get(key, {}).get("momentum_buffer")
+                if not isinstance(buffer, Tensor):
+                    continue
+                # Optimizer casts it to the parameter's dtype. Gradients of any dtype may have given it the one that was saved.
+                dtype = param.grad_dtype or buffer.dtype
+                if dtype != param.dtype:
+                    buffer = buffer.to(param.device, dtype)
+                    self.state[param]["momentum_buffer"] = buffer
 
         # The last hook before gets what the others return, and those after have the last word.
         before = self.register_load_state_dict_pre_hook(
@@ -315,14 +340,10 @@ class Muon(Optimizer):
             if self._distributed_config is None:
                 checks.check_muon(self, len(self.param_groups) - 1)
             elif self._engine is not None:
-                from ._muon_install import new_engine
-
-                self._engine = new_engine(self)
+                self._engine = self._new_engine()
         except BaseException:
             self.param_groups.pop()
             raise
-        if self.current_rank == 0:
-            checks.warn_about_last_group(self)
 
     def _init_group(
         self,
@@ -343,17 +364,10 @@ class Muon(Optimizer):
             grads.append(p.grad)
             state = self.state[p]
             if "momentum_buffer" not in state:
-                if group["flatten"]:
-                    zeros = torch.zeros_like(p)
-                else:
-                    zeros = torch.zeros_like(p.grad)
-                state["momentum_buffer"] = zeros
-            elif group["flatten"]:
-                # The parameter may have changed to channels_last since, or back.
-                _reorder_momentum(p, state)
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
             buffer = state["momentum_buffer"]
             if buffer.dtype != p.grad.dtype:
-                # It is new, or load_state_dict() has cast it to the parameter's dtype, or the model was cast in training.
+                # load_state_dict() has cast it to the parameter's dtype, or the model was cast in training.
                 buffer = state["momentum_buffer"] = buffer.to(p.grad.dtype)
             muon_momentum_bufs.append(buffer)
         return False  # has_complex
@@ -369,11 +383,7 @@ class Muon(Optimizer):
         if self._engine.failure:
             log.warning("%s", self._engine.failure)
         self._engine.synchronize()
-        if not self._engine.matches(self.param_groups):
-            from ._muon_install import live_params
-
-            # The next step would give replaced parameters their momentum, which this checkpoint would lack.
-            self._engine.hand_over(live_params(self), self.state)
+        self._hand_over(self._engine)
         # Optimizer.state_dict knows no index for a parameter that left the groups.
         state, present = self.state, set(self._tensors())
         kept = {p: s for p, s in state.items() if p in present}
@@ -413,7 +423,7 @@ class Muon(Optimizer):
                 loss = closure()
 
         if self._engine is not None:
-            self._execute_step_ops(self._engine)
+            self._step_engine(self._engine)
             return loss
 
         for group in self.param_groups:
@@ -434,48 +444,20 @@ class Muon(Optimizer):
         return loss
 
     @torch._disable_dynamo
-    def _execute_step_ops(self, executor: OptimizerStepExecutor) -> None:
-        """Lets the executor, which is the engine of a ``distributed_config``, schedule the phases of the step: those of
-        each group's formulas.
-        """
-        if not executor.matches(self.param_groups):
-            from ._muon_install import new_engine
-
+    def _step_engine(self, engine: Engine) -> None:
+        """Lets the engine make the step, between its collectives, by the formulas of each group."""
+        if not engine.matches(self.param_groups):
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            executor.announce_change()
-            executor = self._engine = new_engine(self)
+            engine.announce_change()
+            engine = self._engine = self._new_engine()
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
-        without_gradient = executor.step(formulas, self.state)
+        without_gradient = engine.step(formulas, self.state)
         if without_gradient:
             from torch.optim._muon_reports import Hints
 
             if self._hints is None:
-                self._hints = Hints(executor)
-            self._hints.look(executor.steps, without_gradient)
-
-
-def _reorder_momentum(param: Tensor, state: dict[str, Any]) -> None:
-    """Gives the momentum of a flattened parameter the order that the parameter has in memory."""
-    buffer = state.get("momentum_buffer")
-    if not isinstance(buffer, Tensor) or buffer.shape != param.shape:
-        return
-    # The shards of a DTensor are contiguous.
-    plain = Tensor, torch.nn.Parameter
-    if type(buffer) in plain and type(param) in plain:
-        state["momentum_buffer"] = in_order_of(param, buffer)
-
-
-def _restore_dtypes(muon: Muon, loaded: dict[str, Any]) -> None:
-    """Gives momentum the dtype of gradients again. Optimizer casts it to the parameter's."""
-    keys = [key for group in loaded["param_groups"] for key in group["params"]]
-    for key, param in zip(keys, muon._tensors(), strict=True):
-        buffer = loaded["state"].get(key, {}).get("momentum_buffer")
-        if isinstance(buffer, Tensor):
-            # Gradients of any dtype may have given it the one that was saved.
-            dtype = param.grad_dtype or buffer.dtype
-            if dtype != param.dtype:
-                buffer = buffer.to(param.device, dtype)
-                muon.state[param]["momentum_buffer"] = buffer
+                self._hints = Hints(engine)
+            self._hints.look(engine.steps, without_gradient)
 
 
 def _single_tensor_muon(
@@ -509,92 +491,90 @@ def _single_tensor_muon(
     check_newton_schulz(
         formulas.ns_coefficients, formulas.ns_steps, formulas.ns_algorithm
     )
-    if takes_more or formulas.split.sizes:
-        if formulas.flatten:
-            pairs = zip(params, grads, strict=True)
-            grads = [in_order_of(param, grad) for param, grad in pairs]
-            for param, buf in zip(params, muon_momentum_bufs, strict=True):
-                if in_order_of(param, buf) is not buf:
-                    raise ValueError(
-                        f"the strides of a parameter are {param.stride()}, and those of its momentum {buf.stride()}; "
-                        "flatten=True needs equal ones"
-                    )
-        params, grads, muon_momentum_bufs = (
-            [matrix for tensor in tensors for matrix in formulas.matrices_in(tensor)]
-            for tensors in (params, grads, muon_momentum_bufs)
+    if torch.compiler.is_compiling():
+        # A compiler fuses the loop better than a batch.
+        formulas = formulas._replace(foreach=False)
+    elif formulas.foreach is None and len(grads) > 0:
+        # A batch may round differently from stock Muon, which has neither stacks nor kernels.
+        has_stacks = allow_batched_matrices and any(g.ndim > 2 for g in grads)
+        is_ours = has_stacks or formulas.fused
+        formulas = formulas._replace(foreach=is_ours and not grads[0].is_cpu)
+    matrices: list[list[Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    for tensors in (params, grads, muon_momentum_bufs):
+        of_tensors: list[Tensor] = []
+        for tensor in tensors:
+            contiguous = tensor
+            if formulas.flatten and not tensor.is_contiguous():
+                # A matrix is a view. Kernels in channels_last are copied, and copied back.
+                contiguous = tensor.detach().contiguous()
+                if tensors is not grads:
+                    copies.append((tensor, contiguous))
+            of_tensors += formulas.matrices_in(contiguous)
+        matrices.append(of_tensors)
+    params_of, grads_of, bufs_of = matrices
+    for batch in _batches(grads_of, bufs_of, formulas):
+        _step_batch(
+            [params_of[i] for i in batch],
+            [grads_of[i] for i in batch],
+            [bufs_of[i] for i in batch],
+            formulas,
         )
-    if formulas.foreach or formulas.fused:
-        return _step_in_batches(params, grads, muon_momentum_bufs, formulas)
-    for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
-        # prepare
-        formulas.accumulate([buf], [grad])
-        (blended,) = formulas.blend([buf], [grad])
-        # compute
-        update = formulas.update_of(blended)
-        # apply_updates
-        formulas.apply([param], [update], formulas.step_size_of(grad))
+    for tensor, contiguous in copies:
+        tensor.copy_(contiguous)
 
 
-def _step_in_batches(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    bufs: Sequence[Tensor],
+def _step_batch(
+    params: list[Tensor],
+    grads: list[Tensor],
+    bufs: list[Tensor],
     formulas: MuonFormulas,
 ) -> None:
-    """Steps matrices of equal shape together."""
-    # In one pass, if kernels take both.
-    # Dynamo of torch 2.11 cannot trace bool() of a list.
-    fuses = len(grads) > 0 and formulas.takes_kernels(bufs, grads)
-    fuses = fuses and all(grad.ndim == 2 for grad in grads)
-    if not fuses:
-        for grad, buf in zip(grads, bufs, strict=True):
-            formulas.accumulate([buf], [grad])
-    for batch in _batches(grads, bufs, formulas):
-        first = grads[batch[0]]
-        if len(batch) == 1 and not fuses:
-            (blended,) = formulas.blend([bufs[batch[0]]], [first])
-            updates = [formulas.update_of(blended)]
-        else:
-            stacked = torch.empty(
-                (len(batch), *first.shape), dtype=NS_DTYPE, device=first.device
-            )
-            if fuses:
-                formulas.accumulate_and_blend(
-                    [bufs[i] for i in batch],
-                    [grads[i] for i in batch],
-                    list(stacked),
-                )
-            else:
-                for i, out in zip(batch, stacked, strict=True):
-                    out.copy_(*formulas.blend([bufs[i]], [grads[i]]))
-            updates = list(formulas.orthogonalize(stacked, out=stacked).unbind())
-        step_size = formulas.step_size_of(first)
-        formulas.apply([params[i] for i in batch], updates, step_size)
+    """Steps one matrix, or matrices of equal shape."""
+    shape = grads[0].shape
+    takes_kernels = len(shape) == 2 and formulas.takes_kernels(bufs, grads)
+    if len(grads) > 1 or takes_kernels:
+        stacked = torch.empty(
+            (len(grads), *shape), dtype=NS_DTYPE, device=grads[0].device
+        )
+        # prepare
+        formulas.accumulate_and_blend(bufs, grads, list(stacked))
+        # compute
+        formulas.orthogonalize(stacked, out=stacked)
+        updates = list(stacked.unbind())
+    else:
+        # prepare
+        formulas.accumulate(bufs, grads)
+        (blended,) = formulas.blend(bufs, grads)
+        # compute
+        updates = [formulas.update_of(blended)]
+        shape = formulas.split.joined(blended).shape
+    # apply_updates
+    formulas.apply(params, updates, formulas.step_size(shape, grads[0].device))
 
 
 def _batches(
     grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: MuonFormulas
 ) -> list[list[int]]:
-    """The indices of the matrices in each batch. On a GPU, ``fused`` batches, too, unless ``foreach`` is False."""
-    takes_batches = formulas.foreach
-    if takes_batches is None and grads:
-        takes_batches = formulas.fused and grads[0].is_cuda
-    if not takes_batches:
+    """The indices of the matrices in each batch."""
+    if not formulas.foreach:
         return [[i] for i in range(len(grads))]
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
-        key: tuple = (grad.shape, grad.dtype, grad.device)
+        key: Any = grad.shape, grad.dtype, grad.device
         # Wrapper types have their own kernels, and stacking would change strides.
-        if grad.ndim > 2 or any(
-            type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)
+        is_plain = type(grad) is type(buf) is Tensor
+        if grad.ndim > 2 or not (
+            is_plain and grad.is_contiguous() and buf.is_contiguous()
         ):
-            key = (i,)
+            key = i
         alike.setdefault(key, []).append(i)
-    batches = []
+    batches: list[list[int]] = []
     for indices in alike.values():
         first = grads[indices[0]]
-        room = formulas.batch_size(first.shape, first.device)
-        batches += [indices[at : at + room] for at in range(0, len(indices), room)]
+        size = formulas.batch_size(first.shape, first.device)
+        for start in range(0, len(indices), size):
+            batches.append(indices[start : start + size])
     return batches
 
 
@@ -623,12 +603,6 @@ def muon(
     See :class:`~torch.optim.Muon` for details. ``more_options`` are ``ns_algorithm``, ``fused``, ``split`` and
     ``flatten``.
     """
-    if foreach is None and allow_batched_matrices and distributed_config is None:
-        # Accelerators iterate a stack at once.
-        foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
-    # A compiler fuses the loop better than a batch.
-    if torch.compiler.is_compiling():
-        foreach = False
     _single_tensor_muon(
         params,
         grads,

@@ -1,20 +1,16 @@
 """Checks of what users pass to a Muon: parameters, options of parameter groups, and checkpoints."""
 
+import math
 import sys
-import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._muon_engine.config import DistributedConfig
-from ._muon_formulas import MuonFormulas, problem_with_flatten
+from ._muon_formulas import MuonFormulas
 from ._muon_split import Split
-
-
-_KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon; flatten=True makes it one matrix"
 
 
 def _storage_is_gone(param: Tensor) -> bool:
@@ -26,13 +22,6 @@ def _storage_is_gone(param: Tensor) -> bool:
     # A storage that FSDP1 or the user freed has no bytes. This one has.
     has_bytes = param.untyped_storage().nbytes() > 0
     return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
-
-
-def _reader_name(distributed_config: DistributedConfig | None) -> str | None:
-    """What reads the parameters of a factory's config; None for others."""
-    if distributed_config is None:
-        return None
-    return distributed_config.state.get("reader")
 
 
 def problem_with(
@@ -47,21 +36,18 @@ def problem_with(
     split, flattens = form
     flatten = flattens and param.ndim > 2
     has_config = distributed_config is not None
-    reader = _reader_name(distributed_config)
+    # The factories have readers, which know the whole shapes of parameters.
+    reader = distributed_config.state.get("reader") if distributed_config else None
     if _storage_is_gone(param):
         return (
             f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain Parameter. Write "
             "`module.weight = nn.Parameter(distribute_tensor(...))`, or use distribute_module or fully_shard"
         )
-    if flatten and not param.is_contiguous():
-        if has_config:
-            return (
-                f"{described} of shape {shape} is not contiguous, which flatten=True does not take with a "
-                "distributed_config; make it contiguous. A convolution takes it with inputs in channels_last"
-            )
-        problem = problem_with_flatten(param, split)
-        if problem:
-            return f"{described} of shape {shape} {problem}"
+    if flatten and has_config and not param.is_contiguous():
+        return (
+            f"{described} of shape {shape} is not contiguous, which flatten=True does not take with a "
+            "distributed_config; make it contiguous. A convolution takes it with inputs in channels_last"
+        )
     is_flat = getattr(param, "_fsdp_flattened", False)
     is_stack = takes_stacks and param.ndim > 2 and not is_flat
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
@@ -86,11 +72,11 @@ def problem_with(
         if type(param) not in (Tensor, torch.nn.Parameter):
             return f"{described} is a {type(param).__name__}, which only a factory's distributed_config ('auto') can cut into matrices"
         if split.sizes:
-            whole = param.flatten(1) if flatten else param
-            text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
-            if has_config:
-                # Functions of the user's know the whole shape, and gather it in a step.
-                text = split.problem
+            # Functions of the user's know the whole shape, and gather it in a step.
+            text = split.problem
+            if not has_config:
+                whole = (shape[0], math.prod(shape[1:])) if flatten else shape
+                text = split.problem_with(whole[-2:], len(whole) - 2)
             return f"{described} of shape {shape}: {text}" if text else ""
     return ""
 
@@ -101,7 +87,7 @@ def check_muon(muon: Any, first_group: int = 0) -> None:
     groups = muon.param_groups
     formulas = [MuonFormulas.of_group(group) for group in groups]
     # Groups may have other options than these.
-    MuonFormulas.of_group(muon.defaults).check_values()
+    MuonFormulas.of_group(muon.defaults).check()
     for of_group in formulas[first_group:]:
         of_group.check()
     takes_stacks = muon._allow_batched_matrices
@@ -135,34 +121,14 @@ def named_params(
             yield at, name, param
 
 
-def warn_about_last_group(muon: Any) -> None:
-    """Warns about probable mistakes in a new parameter group."""
-    *earlier, group = muon.param_groups
-    if muon._allow_batched_matrices:
-        is_first = _has_kernels(group) and not any(map(_has_kernels, earlier))
-        if is_first:
-            warnings.warn(_KERNELS, stacklevel=3)
-    # Users and schedulers add keys of their own, which resemble none of these.
-    options = {*muon.defaults, "params", "param_names"}
-    for key in group.keys() - options:
-        for near in get_close_matches(str(key), sorted(options), 1):
-            text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"
-            warnings.warn(text, stacklevel=3)
-
-
-def _has_kernels(group: dict[str, Any]) -> bool:
-    """Whether a group has stacks of matrices with fewer columns than those of any expert."""
-    small = [p for p in group["params"] if p.ndim > 2 and p.shape[-1] <= 16]
-    return bool(small) and not group["flatten"]
-
-
 def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
     """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
     for current, group in zip(groups, loaded["param_groups"], strict=True):
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
             group.update({k: v for k, v in current.items() if k != "params"})
-        missing = MuonFormulas.required_options() - group.keys()
+        options = {*MuonFormulas._fields} - {*MuonFormulas._field_defaults}
+        missing = options - group.keys()
         if missing:
             raise ValueError(
                 f"this state_dict is not of Muon: a parameter group lacks {sorted(missing)}, and has {sorted(group)}"

@@ -4,9 +4,9 @@ a ``distributed_config``, the engine runs them between its collectives.
 
 import math
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from ._muon_split import Split
 from ._newton_schulz import (
     as_tuples,
     check_newton_schulz,
-    check_ns_algorithm,
-    check_ns_steps,
     newton_schulz,
     NS_DTYPE,
     stored_ns_algorithm,
@@ -28,7 +26,6 @@ from .optimizer import _to_scalar
 _BATCH_BYTES = 64 * 1024**2
 # On accelerators, symmetric products are launched more often, which takes the host longer for small batches.
 _SYMMETRIC_BATCH_BYTES = 128 * 1024**2
-_WHOLE = Split()
 ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
@@ -49,49 +46,6 @@ def _adjust_lr(
     else:
         ratio = 1.0
     return lr * ratio
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of ``tensor`` from the outermost to the innermost in memory, as for channels_last. None if
-    dimension 0 is not the outermost, or if elements are apart: flattened to (dimension 0, all others), ``tensor``
-    would not be a view.
-    """
-    if tensor.is_contiguous():
-        return tuple(range(tensor.ndim))
-    strides = tensor.stride()
-    inner = sorted(range(1, tensor.ndim), key=lambda dim: -strides[dim])
-    order = (0, *inner)
-    return order if tensor.permute(order).is_contiguous() else None
-
-
-def in_order_of(param: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor`` with its elements in the order that those of ``param`` have in memory; itself if it has that order."""
-    order = memory_order(param)
-    if order is None or tensor.permute(order).is_contiguous():
-        return tensor
-    ordered = torch.empty_like(param, dtype=tensor.dtype, device=tensor.device)
-    return ordered.copy_(tensor)
-
-
-def problem_with_flatten(param: Tensor, split: Split) -> str:
-    """Why ``param`` cannot be one matrix, dimension 0 by all others, without a copy; "" if it can."""
-    if param.is_contiguous():
-        return ""
-    if memory_order(param) is None:
-        return f"has strides {param.stride()}, so flatten=True would copy it; make it contiguous"
-    if split.sizes and split.dim == 1:
-        return "is not contiguous, so a split of its columns would cut other ones; make it contiguous"
-    return ""
-
-
-def _flattened(tensor: Tensor, split: Split) -> Tensor:
-    """``tensor`` as one matrix, dimension 0 by all others. Raises ValueError if it would be a copy."""
-    problem, order = problem_with_flatten(tensor, split), memory_order(tensor)
-    if problem or order is None:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {problem}")
-    # The update of a matrix with other columns first is its update with other columns first. So the columns may have
-    # the order of memory, in which the matrix of channels_last is a view.
-    return tensor.permute(order).flatten(1)
 
 
 class StepSize(NamedTuple):
@@ -130,10 +84,10 @@ class MuonFormulas(NamedTuple):
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
         # A list may change in place, which every step must notice.
-        split = values["split"]
-        values["split"] = _WHOLE if split is None else Split.of(split)
+        values["split"] = Split.of(values["split"])
         values["ns_algorithm"] = stored_ns_algorithm(values["ns_algorithm"])
-        return cls(**{**values, "lr": _to_scalar(values["lr"])})
+        values["lr"] = _to_scalar(values["lr"])
+        return cls(**values)
 
     @staticmethod
     def normalize(group: MutableMapping[str, Any]) -> None:
@@ -142,13 +96,6 @@ class MuonFormulas(NamedTuple):
         if group["split"] is not None:
             group["split"] = Split.of(group["split"]).option
         group["ns_algorithm"] = stored_ns_algorithm(group["ns_algorithm"])
-
-    @classmethod
-    def required_options(cls) -> set[str]:
-        """The options that every parameter group has, also in checkpoints of the first Muon."""
-        required = {*cls._fields}
-        required -= {*cls._field_defaults}
-        return required
 
     @property
     def compute_key(self) -> tuple:
@@ -177,12 +124,8 @@ class MuonFormulas(NamedTuple):
 
     @property
     def options_digest(self) -> int:
-        """32 bits of the values in this step, whatever their types."""
-        scale = self.adjust_lr_fn or "original"
-        values = self._replace(
-            lr=self._readable_lr, adjust_lr_fn=scale, foreach=None, split=None
-        )
-        return zlib.crc32(repr(_plain(values)).encode())
+        """32 bits of the values that ranks compare."""
+        return zlib.crc32(repr(self.option_texts()).encode())
 
     @property
     def form(self) -> tuple[Split, bool]:
@@ -190,8 +133,8 @@ class MuonFormulas(NamedTuple):
         return self.split, bool(self.flatten)
 
     def matrices_in(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views. DTensors stay whole. They are of three dimensions if ``split`` has
-        repeats.
+        """The matrices in a parameter, as views; contiguous for ``flatten``. DTensors stay whole. They are of three
+        dimensions if ``split`` has repeats.
         """
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
@@ -200,7 +143,7 @@ class MuonFormulas(NamedTuple):
         # Detached: autograd forbids writes to the views that split and unbind return.
         matrices = [tensor.detach()]
         if self.flatten and tensor.ndim > 2:
-            matrices = [_flattened(matrices[0], self.split)]
+            matrices = [matrices[0].flatten(1)]
         while matrices[0].ndim > 2:
             matrices = [matrix for stack in matrices for matrix in stack.unbind()]
         if self.split.sizes:
@@ -208,10 +151,8 @@ class MuonFormulas(NamedTuple):
             matrices = [part for matrix in whole for part in self.split.parts(matrix)]
         return matrices
 
-    def check_values(self) -> None:
-        """Raises TypeError or ValueError, which name the option, for an option of a wrong type or out of its range. It
-        reads no value from an accelerator.
-        """
+    def check(self) -> None:
+        """Raises TypeError or ValueError for an invalid option. It reads no value from an accelerator."""
         for name in ("lr", "momentum", "weight_decay", "eps"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
@@ -224,41 +165,23 @@ class MuonFormulas(NamedTuple):
             if not 0.0 <= value:
                 title = "Learning rate" if name == "lr" else name.replace("_", " ")
                 raise ValueError(f"{title} should be >= 0 but is: {value}")
-        for name in ("nesterov", "foreach", "fused", "flatten"):
-            value = getattr(self, name)
-            if value not in (None, False, True):
-                raise TypeError(f"{name} must be a bool but is {value!r}")
-        if self.adjust_lr_fn is not None and self.adjust_lr_fn not in ADJUST_LR_FNS:
+        if self.adjust_lr_fn not in (None, *ADJUST_LR_FNS):
             raise ValueError(
                 f"Adjust learning rate function {self.adjust_lr_fn} is not supported; use one of {ADJUST_LR_FNS}"
             )
-        if not isinstance(self.ns_steps, Integral):
-            raise TypeError(f"ns_steps must be an int but is {self.ns_steps!r}")
-        check_ns_steps(self.ns_steps)
-        check_ns_algorithm(self.ns_algorithm)
         if self.fused and self.foreach:
             raise ValueError("fused=True and foreach=True exclude each other; pass one")
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError for an invalid option, and for options that do not belong together."""
-        self.check_values()
-        if len({isinstance(of_step, tuple) for of_step in self.ns_coefficients}) > 1:
-            raise TypeError(
-                f"ns_coefficients must be three numbers, or a tuple for each step, but is {self.ns_coefficients!r}"
-            )
-        for of_step in self.ns_coefficients:
-            numbers = of_step if isinstance(of_step, tuple) else (of_step,)
-            if not all(isinstance(number, (Real, Tensor)) for number in numbers):
-                raise TypeError(f"ns_coefficients must be numbers but has {of_step!r}")
+        if not isinstance(self.ns_steps, Integral):
+            raise TypeError(f"ns_steps must be an int but is {self.ns_steps!r}")
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
     def option_texts(self) -> dict[str, str]:
         """The values that ranks compare, in words. The value of a Tensor on an accelerator stays there."""
-        texts = {name: str(value) for name, value in self._asdict().items()}
+        values = self._asdict()
         if isinstance(self.lr, Tensor):
-            value = self._readable_lr
-            texts["lr"] = "a Tensor" if value is None else f"a Tensor of {value}"
-        return texts
+            lr = self._readable_lr
+            values["lr"] = "a Tensor" if lr is None else f"a Tensor of {lr}"
+        return {name: str(value) for name, value in values.items()}
 
     def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""
@@ -346,9 +269,7 @@ class MuonFormulas(NamedTuple):
     def orthogonalize_all(self, matrices: Tensor) -> None:
         """Replaces matrices, of shape (matrices, rows, columns), by their updates. Parts of one shape share batches."""
         if not self.split.sizes:
-            if len(matrices) == 1:
-                matrices = matrices[0]
-            self.orthogonalize(matrices, out=matrices)
+            self._replace_by_updates(matrices)
             return
         alike: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in matrices.unbind():
@@ -358,13 +279,16 @@ class MuonFormulas(NamedTuple):
             size = self.batch_size(parts[0].shape, matrices.device)
             for start in range(0, len(parts), size):
                 batch = parts[start : start + size]
-                joined = [self.split.joined(part).contiguous() for part in batch]
-                if len(batch) == 1:
-                    updates = [self.orthogonalize(joined[0])]
-                else:
-                    updates = [*self.orthogonalize(torch.stack(joined))]
-                for part, update in zip(batch, updates):
+                joined = torch.stack([self.split.joined(part) for part in batch])
+                self._replace_by_updates(joined)
+                for part, update in zip(batch, joined):
                     part.copy_(update.view(part.shape))
+
+    def _replace_by_updates(self, matrices: Tensor) -> None:
+        # One matrix has the bits of the default.
+        if len(matrices) == 1:
+            matrices = matrices[0]
+        self.orthogonalize(matrices, out=matrices)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` go into one batch."""
@@ -387,13 +311,6 @@ class MuonFormulas(NamedTuple):
             lr = lr.to(device)
         alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
         return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
-
-    def step_size_of(self, matrix: Tensor) -> "StepSize":
-        """The step size of a matrix that is whole here."""
-        shape = matrix.shape
-        if self.split.sizes:
-            shape = self.split.joined_shape(shape)
-        return self.step_size(shape, matrix.device)
 
     def apply(
         self, params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
@@ -420,73 +337,10 @@ class MuonFormulas(NamedTuple):
             for param, update in zip(params, updates, strict=True):
                 param.addcmul_(update.float(), alpha)
         elif updates is not None:
-            updates = _of_one_dtype(params, updates)
+            dtype = params[0].dtype
+            if updates[0].dtype != dtype:
+                # Accelerators add mixed dtypes in one launch per tensor.
+                cast = [torch.empty_like(update, dtype=dtype) for update in updates]
+                torch._foreach_copy_(cast, updates)
+                updates = cast
             torch._foreach_add_(params, updates, alpha=float(alpha))
-
-
-class OptimizerStepExecutor(Protocol):
-    """Schedules the phases of steps in place of Muon's loop over parameters, after upstream's proposal of executors for
-    optimizer steps (#191670). With a ``distributed_config``, Muon builds and installs one. On top of the proposal, a step
-    may fail on another rank, and parameters may change later.
-    """
-
-    # How many steps were begun.
-    steps: int
-    # Why an earlier step failed; "" if none did.
-    failure: str
-
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-
-    @property
-    def assignments(self) -> Mapping[int, Sequence[int]]:
-        """Global rank -> indices of the parameters whose first matrix it orthogonalizes."""
-
-    @property
-    def matrix_owners(self) -> dict[tuple[int, int], int]:
-        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it."""
-
-    def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
-        """Whether the executor was built for the parameters of these groups. If not, Muon builds another one."""
-
-    def announce_change(self) -> None:
-        """Tells the other ranks that parameters have changed. Raises RuntimeError unless they have on all of them."""
-
-    def hand_over(self, params: Sequence[Any], states: Any) -> None:
-        """Gives the momentum of replaced parameters to those that took their places, for a checkpoint."""
-
-    def count_step(self) -> None:
-        """Counts a step before it begins, so that ranks notice a step that one of them breaks off."""
-
-    def step(self, formulas: Sequence[MuonFormulas], states: Any) -> Sequence[Any]:
-        """Runs prepare, compute and apply_updates for all parameters. ``formulas`` has one entry for each parameter
-        group, and ``states`` the momentum of each parameter. Returns the parameters without gradients.
-        """
-
-    def synchronize(self) -> None:
-        """Waits for the last step. Raises RuntimeError if the ranks differed in it."""
-
-
-def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    """``updates`` in the dtype of ``params``. Accelerators add mixed dtypes in one launch per tensor."""
-    if params[0].dtype == updates[0].dtype:
-        return updates
-    flat = params[0].new_empty(sum(update.numel() for update in updates))
-    parts = flat.split([update.numel() for update in updates])
-    cast = [part.view(update.shape) for part, update in zip(parts, updates)]
-    torch._foreach_copy_(cast, updates)
-    return cast
-
-
-def _plain(values: Sequence[Any]) -> list[Any]:
-    """``values`` with floats for numbers and lists for tuples, which checkpoints exchange for each other."""
-    plain: list[Any] = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            plain.append(_plain(value))
-        elif value is None or isinstance(value, str):
-            plain.append(value)
-        else:
-            plain.append(float(value))
-    return plain

@@ -1,6 +1,5 @@
 """How a fused weight is cut into matrices: the option ``split`` of a parameter group."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,11 +70,6 @@ class Split(NamedTuple):
     def joined(self, part: Tensor) -> Tensor:
         """A part as a matrix; a copy if its lines are apart."""
         return part.flatten(self.dim, self.dim + 1) if part.ndim > 2 else part
-
-    def joined_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The shape of a part as a matrix."""
-        lines = math.prod(shape[:-1] if self.dim == 0 else shape[1:])
-        return (lines, shape[-1]) if self.dim == 0 else (shape[0], lines)
 
     def shapes_of_parts(self, shape: tuple[int, int]) -> list[tuple[int, int]]:
         """The shapes of the parts of a matrix of ``shape``; its own if it is not split."""

@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._newton_schulz_variants import (
+    BatchProducts,
+    Coefficients,
+    gram_form,
+    Products,
+    products_for,
+    uses_gram,
+)
+
 
 EPS = 1e-7
 DEFAULT_A = 3.4445
@@ -26,10 +35,6 @@ NS_DTYPE = torch.bfloat16
 NS_ALGORITHMS = ("quintic", "gram", "symmetric")
 # Other names of these algorithms: the name of the quintic in upstream's proposal (#187132).
 OTHER_NAMES = {"standard": "quintic"}
-# With fewer rows and columns, the quintic always takes torch's own products.
-MIN_SYMMETRIC = 512
-
-Coefficients = tuple[float, float, float]
 
 
 def as_tuples(ns_coefficients: Any) -> tuple:
@@ -44,35 +49,26 @@ def as_tuples(ns_coefficients: Any) -> tuple:
 
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
     """Raises ValueError if the options of Newton-Schulz are invalid."""
-    check_ns_steps(ns_steps)
-    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
-    per_step = coefficients is ns_coefficients
-    if any(len(c) != 3 for c in (coefficients if per_step else [ns_coefficients])):
-        raise ValueError("Coefficients must be a tuple of exactly 3 values")
-    if per_step and len(ns_coefficients) != ns_steps:
-        raise ValueError(
-            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
-        )
-    check_ns_algorithm(ns_algorithm)
-
-
-def check_ns_steps(ns_steps: int) -> None:
     if ns_steps >= 100:
         raise ValueError(
             "Number of steps must be less than 100 for computational efficiency"
         )
-
-
-def check_ns_algorithm(ns_algorithm: str) -> None:
     if ns_algorithm not in NS_ALGORITHMS:
         raise ValueError(
             f"ns_algorithm must be one of {NS_ALGORITHMS} but is {ns_algorithm!r}"
+        )
+    coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
+    if any(len(of_step) != 3 for of_step in coefficients):
+        raise ValueError("Coefficients must be a tuple of exactly 3 values")
+    if len(coefficients) != ns_steps:
+        raise ValueError(
+            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
 
 
 def stored_ns_algorithm(ns_algorithm: Any) -> Any:
     """The name that parameter groups store, so that ranks and checkpoints agree on it."""
-    # An invalid option of another type may have no hash. check_ns_algorithm() refuses it.
+    # An invalid option of another type may have no hash. check_newton_schulz() refuses it.
     if not isinstance(ns_algorithm, str):
         return ns_algorithm
     # The proposal has an Enum of strings. Its members have other hashes than their values, and
@@ -90,37 +86,6 @@ def coefficients_of_steps(
     return [ns_coefficients] * ns_steps  # type: ignore[list-item]
 
 
-class Products:
-    """The operations of an iteration on a matrix, in torch's own kernels. Their factors commute, so the results of
-    ``gram`` and ``combine`` are symmetric.
-    """
-
-    # The Frobenius norm of a matrix.
-    norm: Any = staticmethod(torch.Tensor.norm)
-    # A matrix times its transpose.
-    gram: Any = staticmethod(torch.mm)
-    # ``beta * base + alpha * left @ right``.
-    combine: Any = staticmethod(torch.addmm)
-
-
-def _norms(x: Tensor) -> Tensor:
-    """The Frobenius norm of each matrix of a batch, of shape (matrices, 1, 1)."""
-    if not x.is_cpu:
-        # One launch. It may add in another order than the norm of a single matrix, whose bits no accelerator
-        # promises for a batch.
-        return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    # A CPU promises them.
-    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
-
-
-class BatchProducts(Products):
-    """The operations on a batch of shape (matrices, rows, columns)."""
-
-    norm = staticmethod(_norms)
-    gram = staticmethod(torch.bmm)
-    combine = staticmethod(torch.baddbmm)
-
-
 def newton_schulz(
     x: Tensor,
     ns_coefficients: Sequence[Any],
@@ -135,12 +100,16 @@ def newton_schulz(
     is a lower bound of the norm that divides ``x``.
     """
     coefficients = coefficients_of_steps(ns_coefficients, ns_steps)
-    is_large = min(x.shape[-2:]) >= MIN_SYMMETRIC
-    if is_large or ns_algorithm != "quintic":
-        from ._newton_schulz_variants import fastest
+    if coefficients and ns_algorithm != "quintic" and not x.is_cpu:
+        from . import _newton_schulz_kernels as kernels
 
-        return fastest(x, coefficients, eps, ns_algorithm, out)
-    return quintic(x, coefficients, eps, out=out)
+        form = kernels.form_for(x, ns_algorithm)
+        if form:
+            return kernels.orthogonalized(x, coefficients, eps, form, out)
+    products = products_for(x, ns_algorithm)
+    if uses_gram(x.shape[-2:], ns_algorithm, x.is_cpu):
+        return gram_form(x, coefficients, eps, products)
+    return quintic(x, coefficients, eps, products, out)
 
 
 def quintic(

@@ -11,8 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.torch_version import TorchVersion
 
-from ._newton_schulz import Coefficients
-from ._newton_schulz_variants import GRAM_LONG_BY_SHORT, steps_by_gram_matrix
+from ._newton_schulz_variants import (
+    Coefficients,
+    GRAM_LONG_BY_SHORT,
+    steps_by_gram_matrix,
+)
 
 
 # The dtypes that the passes before and after Newton-Schulz take.
@@ -51,7 +54,7 @@ def form_of(shape: Sequence[int], matrices: int, ns_algorithm: str) -> str:
 
 def form_for(x: Tensor, ns_algorithm: str) -> str:
     """The form that Triton's symmetric products take for ``x``, a matrix or a batch; "" if torch's products are for it."""
-    if ns_algorithm == "quintic" or not _products_take(x):
+    if not _products_take(x):
         return ""
     matrices = len(x) if x.ndim == 3 else 1
     return form_of(x.shape[-2:], matrices, ns_algorithm)

@@ -1,71 +1,76 @@
 # mypy: allow-untyped-defs
-"""Faster forms of Newton-Schulz: symmetric products by blocks, and the Gram form, which iterates on the small side."""
+"""The products of an iteration of Newton-Schulz, by torch or by symmetric blocks. And the Gram form of the iterations,
+which iterates on the small side. ``_newton_schulz.py`` chooses among them.
+"""
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._newton_schulz import (
-    BatchProducts,
-    Coefficients,
-    MIN_SYMMETRIC,
-    NS_DTYPE,
-    Products,
-    quintic,
-)
+
+Coefficients = tuple[float, float, float]
 
 
-class _GramLimits(NamedTuple):
-    """The matrices for which the Gram form is faster than the default's products."""
-
-    # At least this many times the short side.
-    long_by_short: float
-    # At least this many rows or columns.
-    short: int
-
-
-_GRAM_ON_CPUS = _GramLimits(long_by_short=1.5, short=1)
-# Measured on an H100 (docs/data/h100-gpu.md), with plain products.
-_GRAM_ON_ACCELERATORS = _GramLimits(long_by_short=3.5, short=2048)
-# With the kernels of ``_newton_schulz_kernels.py``, at least this many times the short side.
+# With fewer rows and columns, products are not cut into blocks.
+MIN_SYMMETRIC = 512
+# Symmetric products are cut into blocks at most this many times.
+_SYMMETRIC_LEVELS = 2
+# The Gram form is faster than the default on CPUs, and with the kernels of ``_newton_schulz_kernels.py``, if the long side
+# is at least this many times the short one.
 GRAM_LONG_BY_SHORT = 1.5
+# With plain products on accelerators, at least this many times, and from this many rows or columns. Measured on an H100
+# (docs/data/h100-gpu.md).
+_LONG_BY_SHORT_ON_ACCELERATORS = 3.5
+_SHORT_ON_ACCELERATORS = 2048
 # Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
 # matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
 _GRAM_GROWTH = 50
-# Symmetric products are cut into blocks at most this many times.
-_SYMMETRIC_LEVELS = 2
-
-
-def fastest(
-    x: Tensor,
-    coefficients: Sequence[Coefficients],
-    eps: float,
-    ns_algorithm: str,
-    out: Tensor | None,
-) -> Tensor:
-    """:func:`newton_schulz` in the fastest form that the algorithm allows for this shape and device."""
-    if coefficients and not x.is_cpu:
-        from . import _newton_schulz_kernels as kernels
-
-        form = kernels.form_for(x, ns_algorithm)
-        if form:
-            return kernels.orthogonalized(x, coefficients, eps, form, out)
-    products = products_for(x, ns_algorithm)
-    if uses_gram(x.shape[-2:], ns_algorithm, x.is_cpu):
-        return _gram_form(x, coefficients, eps, products)
-    return quintic(x, coefficients, eps, products, out)
 
 
 def uses_gram(shape: Sequence[int], ns_algorithm: str, is_cpu: bool) -> bool:
     """Whether a matrix of ``shape`` takes the Gram form: on request, on devices and for shapes where it pays."""
-    limits = _GRAM_ON_CPUS if is_cpu else _GRAM_ON_ACCELERATORS
+    if ns_algorithm != "gram":
+        return False
     short, long = sorted(shape)
-    is_faster = short >= limits.short and long >= limits.long_by_short * short
-    return ns_algorithm == "gram" and is_faster
+    if is_cpu:
+        return long >= GRAM_LONG_BY_SHORT * short
+    is_long = long >= _LONG_BY_SHORT_ON_ACCELERATORS * short
+    return is_long and short >= _SHORT_ON_ACCELERATORS
+
+
+class Products:
+    """The operations of an iteration on a matrix, in torch's own kernels. Their factors commute, so the results of
+    ``gram`` and ``combine`` are symmetric.
+    """
+
+    # The Frobenius norm of a matrix.
+    norm: Any = staticmethod(torch.Tensor.norm)
+    # A matrix times its transpose.
+    gram: Any = staticmethod(torch.mm)
+    # ``beta * base + alpha * left @ right``.
+    combine: Any = staticmethod(torch.addmm)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix of a batch, of shape (matrices, 1, 1)."""
+    if not x.is_cpu:
+        # One launch. It may add in another order than the norm of a single matrix, whose bits no accelerator
+        # promises for a batch.
+        return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    # A CPU promises them.
+    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+
+class BatchProducts(Products):
+    """The operations on a batch of shape (matrices, rows, columns)."""
+
+    norm = staticmethod(_norms)
+    gram = staticmethod(torch.bmm)
+    combine = staticmethod(torch.baddbmm)
 
 
 class SymmetricProducts(Products):
@@ -140,39 +145,36 @@ def _has_same_bits() -> bool:
 def products_for(x: Tensor, ns_algorithm: str) -> Any:
     """Symmetric products on CPUs, on request or where they have the bits of plain products, and are faster."""
     plain = Products if x.ndim == 2 else BatchProducts
+    # The host takes longer to launch the products of blocks than an H100 to compute whole products.
+    if not x.is_cpu:
+        return plain
     # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
         return plain
-    if not x.is_cpu:
-        # The host takes longer to launch the products of blocks than an H100 to compute whole products.
-        return plain
     if ns_algorithm != "quintic":
         return SymmetricProducts
-    is_measured = x.ndim == 2 and x.dtype == NS_DTYPE
+    is_measured = x.ndim == 2 and x.dtype == torch.bfloat16
+    if not is_measured or min(x.shape) < MIN_SYMMETRIC:
+        return plain
     # With more threads, the library may cut the sums of small blocks.
-    is_exact = is_measured and torch.get_num_threads() <= 2 and _has_same_bits()
+    is_exact = torch.get_num_threads() <= 2 and _has_same_bits()
     return SymmetricProducts if is_exact else plain
 
 
-def newton_schulz_bytes(
-    shape: Sequence[int], ns_algorithm: str = "quintic", is_cpu: bool = True
-) -> int:
-    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices."""
+def newton_schulz_numel(shape: Sequence[int], ns_algorithm: str) -> int:
+    """The most elements that exist at once for a matrix: itself, two iterates, Gram matrices."""
     short, long = sorted(shape)
     square, whole = short * short, short * long
-    elements = 3 * whole + 2 * square
-    may_use_gram = uses_gram(shape, ns_algorithm, is_cpu)
-    if not is_cpu and ns_algorithm == "gram":
-        # By kernels, if the GPU has them.
-        may_use_gram = long >= GRAM_LONG_BY_SHORT * short
-    if may_use_gram:
-        elements = max(3 * whole + square, 2 * whole + 5 * square)
-    return elements * NS_DTYPE.itemsize
+    numel = 3 * whole + 2 * square
+    if ns_algorithm == "gram" and long >= GRAM_LONG_BY_SHORT * short:
+        numel = max(numel, 2 * whole + 5 * square)
+    return numel
 
 
-def _gram_form(
+def gram_form(
     x: Tensor, coefficients: Sequence[Coefficients], eps: float, products: Any
 ) -> Tensor:
+    """The iterations of the quintic, several with each Gram matrix of an iterate."""
     rows, columns = x.shape[-2:]
     is_tall = rows > columns
     if is_tall:

@@ -11,7 +11,7 @@ import warnings
 from itertools import starmap
 from typing import Any, TYPE_CHECKING
 
-from torch.optim._muon import Muon
+from torch.optim._muon import Muon  # noqa: F401
 from torch.optim._muon_engine.config import DistributedConfig
 
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from torch import nn, Tensor
     from torch.distributed import ProcessGroup
 
-
-if not hasattr(Muon, "synchronize"):
-    raise ImportError(
-        "torch.optim.Muon takes no distributed_config: torch/optim/_muon.py is of another version than torch/optim/muon.py. If torch was installed again over the patch, apply it again"
-    )
 
 __all__ = [
     "CUBIC",

@@ -1,7 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """What describe() and the log say."""
 
-import logging
 from collections import Counter
 
 import torch
@@ -30,24 +29,18 @@ class TestMuonDescribe(OnCPU):
             named.append((f"layers.{index}", nn.Parameter(value)))
         return named
 
-    def test_owners_and_log(self):
+    def test_owners(self):
         """What matters most, with the right number of each noun."""
-        with self.assertLogs("torch.optim.muon", "INFO") as logs:
-            if self.rank:
-                # The first rank speaks for all.
-                logging.getLogger("torch.optim.muon").info("silent")
-            muon = Muon(self.params([(64, 32)]), distributed_config="auto")
+        muon = Muon(self.params([(64, 32)]), distributed_config="auto")
         owner = next(rank for rank, owned in muon.assignments.items() if owned)
         line = f"1 matrix on 4 ranks. The busiest owner is rank {owner}, with 4.00 times the mean work"
         owned = "layers.0" if self.rank == owner else "nothing"
         _, here, memory = muon.describe().splitlines()
         with self.everywhere():
-            if self.rank == 0:
-                self.assertIn(f"built: {line}", logs.output[-1])
             self.assertEqual(here, f"Rank {self.rank} of 4 owns {owned}. {line}.")
             self.assertRegex(memory, r"takes up to [\d.e-]+ MiB$")
 
-    def test_share_of_the_model(self):
+    def test_matrices_that_no_optimizer_has(self):
         shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "head": (4, 8)}
         placed = {
             name: distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
@@ -57,7 +50,7 @@ class TestMuonDescribe(OnCPU):
         model = nn.ParameterDict(placed | vectors)
         params = [model["qkv"], model["experts"]]
         muon = Muon(params, distributed_config="auto", allow_batched_matrices=True)
-        share = "Muon has 2 parameters, 91.4% of the model's 560 elements"
+        share = "Muon has 2 parameters"
         first, second, *_ = muon.describe(model).splitlines()
         self.assertEqual(first, share)
         self.assertEqual(second, "No optimizer given here has head")

@@ -23,13 +23,7 @@ def reasons_by_layer(model: nn.Module) -> tuple[dict[str, str], set[nn.Parameter
     """Name of a module, without wrappers -> why the parameters in it are not for Muon; "" if they may be. And the
     parameters of embeddings, which other layers may have, too.
     """
-    output_embeddings = set()
-    for module in model.modules():
-        # A method of transformers.
-        find = getattr(module, "get_output_embeddings", None)
-        layer = find() if callable(find) else None
-        if isinstance(layer, nn.Module):
-            output_embeddings.add(_unwrapped(layer))
+    output_embeddings: set[nn.Module] = set()
     reasons: dict[str, str] = {}
     tables: set[nn.Parameter] = set()
     blocks: set[nn.Module] = set()
@@ -39,6 +33,11 @@ def reasons_by_layer(model: nn.Module) -> tuple[dict[str, str], set[nn.Parameter
     # A module comes before those inside it.
     for wrapped_name, module in model.named_modules():
         name, layer = unwrapped(wrapped_name), _unwrapped(module)
+        # A method of transformers.
+        find = getattr(layer, "get_output_embeddings", None)
+        head = find() if callable(find) else None
+        if isinstance(head, nn.Module):
+            output_embeddings.add(_unwrapped(head))
         parent_name, _, own_name = name.rpartition(".")
         is_inside = parent_name in inner_names or layer in blocks
         reason = reasons[parent_name] if name else ""

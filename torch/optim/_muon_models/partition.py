@@ -1,6 +1,5 @@
 """Which parameters of a model Muon gets, and in which parameter groups."""
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from itertools import chain
@@ -9,10 +8,9 @@ from typing import Any
 from torch import nn
 
 from .._muon_engine import fsdp1, fsdp2
-from .._muon_engine.process_groups import listed, process_rank
+from .._muon_engine.process_groups import process_rank
 from .._muon_split import Split
 from .layers import EMBEDDING, reasons_by_layer, unwrapped
-from .splits import is_fused
 
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -39,10 +37,9 @@ def partition(
     for pattern, option in (split or {}).items():
         splits |= dict.fromkeys(_matching(pattern, shapes), option)
     reasons, tables = reasons_by_layer(module)
-    is_first_rank = process_rank() == 0
+    prints = verbose and process_rank() == 0
     groups: dict[Split, list[NamedParameter]] = {}
     others: list[NamedParameter] = []
-    unused_splits = []
     for parameter_name, parameter, tensors in parameters:
         # None for the rest.
         found: set[Split | None] = set()
@@ -55,26 +52,28 @@ def partition(
                 reason = EMBEDDING
             if name in excluded:
                 reason = "excluded"
-            elif reason and splits.get(name):
-                unused_splits.append(name)
-            destination = f"rest: {reason}" if reason else _described(name, splits)
-            found.add(None if reason else Split.of(splits.get(name)))
+            split_of_name = Split.of(splits.get(name))
+            found.add(None if reason else split_of_name)
+            destination = "Muon"
+            if reason:
+                destination = f"rest: {reason}"
+            elif split_of_name.sizes:
+                destination = f"Muon, split {split_of_name.option}"
+            elif name in splits:
+                destination = "Muon, left whole: head size unknown"
             examples[destination] = name
-            if verbose and is_first_rank:
+            if prints:
                 print(f"{name} {shape} -> {destination}")
         if len(found) > 1:
             raise fsdp1.mixed(parameter_name, examples)
         (group,) = found
         named = others if group is None else groups.setdefault(group, [])
         named.append((parameter_name, parameter))
-    if unused_splits and is_first_rank:
-        unused = listed(unused_splits)
-        warnings.warn(f"not for Muon, so not split: {unused}", stacklevel=3)
     if split is None:
         return list(chain.from_iterable(groups.values())), others
-    parameter_groups = [
-        {"params": named, "split": group.option} for group, named in groups.items()
-    ]
+    parameter_groups: list[dict[str, Any]] = []
+    for group, named in groups.items():
+        parameter_groups.append({"params": named, "split": group.option})
     return parameter_groups, others
 
 
@@ -88,17 +87,6 @@ def _why_no_matrix(own_name: str, shape: Shape, takes_stacks: bool) -> str:
     if "bias" in own_name:
         return "bias"
     return EMBEDDING if "embed" in own_name else ""
-
-
-def _described(name: str, splits: Mapping[str, Any]) -> str:
-    """What Muon does with a tensor."""
-    if splits.get(name):
-        return f"Muon, split {Split.of(splits[name]).option}"
-    if name in splits:
-        return "Muon, left whole: head size unknown"
-    if is_fused(name):
-        return "Muon, left whole: named like a fused weight"
-    return "Muon"
 
 
 def _matching(pattern: str, names: Collection[str]) -> set[str]:

@@ -55,7 +55,6 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
             is_stack = len(shape) == 3 and weight_name == "gate_up_proj"
             if len(shape) != 2 and not is_stack:
                 continue
-            is_weight = tensor_name.endswith("weight")
             if weight_name in _LAYOUTS:
                 split = _LAYOUTS[weight_name](owner, weight_name, shape)
                 if split.problem_with(shape[-2:]):
@@ -63,27 +62,22 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
                 if heads and weight_name != "gate_up_proj":
                     split = _heads_of_fused(owner, split)
                 splits[tensor_name] = split.option
-            elif heads and is_weight and _is_projection(owner_name, weight_name):
+            elif heads and _is_projection(tensor_name, weight_name):
                 split = _projection(owner, weight_name, shape)
-                is_known = not split.problem_with(shape)
                 # A matrix of one head is the head.
                 if split.sizes != shape[:1]:
+                    is_known = not split.problem_with(shape)
                     splits[tensor_name] = split.option if is_known else None
     return splits
 
 
-def is_fused(tensor_name: str) -> bool:
-    """Whether a weight is named as if it had several matrices."""
-    _, weight_name = _owner_and_weight(tensor_name)
-    return any(part in weight_name for part in _FUSED)
-
-
-def _is_projection(owner_name: str, weight_name: str) -> bool:
-    """Whether a weight is named as if it had queries, keys or values of heads only."""
+def _is_projection(tensor_name: str, weight_name: str) -> bool:
+    """Whether a tensor is named as if it had queries, keys or values of heads only."""
     words = set(weight_name.split("_"))
-    # A projection to the latents of all heads, and a sparse indexer.
-    has_no_heads = "a" in words or "indexer" in owner_name
-    return not has_no_heads and not words.isdisjoint(_PROJECTED)
+    # A bias, a projection to the latents of all heads, and a sparse indexer.
+    if not tensor_name.endswith("weight") or "a" in words or "indexer" in tensor_name:
+        return False
+    return not words.isdisjoint(_PROJECTED)
 
 
 def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
@@ -189,18 +183,5 @@ _LAYOUTS: dict[str, Callable[[Any, str, Shape], Split]] = {
     "wkv_b": _kv_b_proj,
 }
 _GROUPED = {"linear_qkv", "query_key_value"}
-# Parts of the names of fused weights, whose layout may be unknown.
-_FUSED = (
-    "att_proj",
-    "c_attn",
-    "gate_up",
-    "in_proj",
-    "input_linear",
-    "key_value",
-    "kv",
-    "mlp1_weight",
-    "w12",
-    "w13",
-)
 # Words in the names of weights of queries, keys or values; wq_b and q_b_proj have the queries of latent attention.
 _PROJECTED = {"q", "k", "v", "query", "key", "value", "wq", "wk", "wv"}
