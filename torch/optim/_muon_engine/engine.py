@@ -274,12 +274,6 @@ class Engine:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not users_functions(self.config)
 
-    @property
-    def speaks(self) -> bool:
-        """Whether this rank logs and warns for those that share matrices with it."""
-        matrices = self.plan.matrices
-        return self.rank == min((m.layout.ranks[0] for m in matrices), default=0)
-
     def _make_runner(self) -> Any:
         """The step of this engine. The first call makes it."""
         if self._runner is None and self.is_packed:
@@ -329,7 +323,10 @@ class Engine:
         self._warn_about_restarted(inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
-        if described and self.speaks:
+        matrices = self.plan.matrices
+        first = min((m.layout.ranks[0] for m in matrices), default=0)
+        # One of the ranks that share matrices speaks for them.
+        if described and self.rank == first:
             warnings.warn(
                 f"the momentum of these starts at zero, because they took the place of other parameters: {listed(described)}",
                 stacklevel=3,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._muon_split import Split
+from .._newton_schulz_variants import uses_gram
 from .process_groups import Ranks
 
 
@@ -204,8 +205,6 @@ def newton_schulz_flops(shape: Sequence[int], ns_algorithm: str = "quintic") -> 
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
     if ns_algorithm == "gram":
-        from .._newton_schulz_variants import uses_gram
-
         if uses_gram(shape, ns_algorithm, is_cpu=False):
             return 4 * wide + 14 * square
     return 5 * (2 * wide + square)
