@@ -71,15 +71,6 @@ class Meeting(NamedTuple):
     groups: Sequence[ProcessGroup]
     signatures: Sequence[Signature]
 
-    def reduce(self, table: Tensor) -> None:
-        """Takes the maxima over all ranks."""
-        for group in self.groups:
-            dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-
-    def gathered(self, value: Any) -> dict[int, Any]:
-        """Rank -> its value."""
-        return gathered_along(self.groups, value)
-
 
 def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]:
     """Rank -> its value, of all ranks that meet in ``groups``."""
@@ -121,11 +112,13 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     values[-1] = problem is not None
     table = torch.stack([values, 255 - values])[None]
     table = table.to(device_of_group(meeting.groups[0]))
-    meeting.reduce(table)
+    for group in meeting.groups:
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     reduced = table.cpu()
     if not differences(reduced).any() and not reduced[0, 0, -1]:
         return None
-    answers = meeting.gathered((problem, list(meeting.signatures)))
+    own = problem, list(meeting.signatures)
+    answers = gathered_along(meeting.groups, own)
     for reported, _ in answers.values():
         if reported is not None:
             return reported

@@ -56,19 +56,19 @@ def fitting_part(
     """This rank's part of ``other``, if that has the shape, placement and device of ``param``, and ``dtype`` unless it is
     None; None for everything else.
     """
-    if not isinstance(other, Tensor) or other.shape != param.shape:
+    if not isinstance(other, Tensor) or not is_placed_like(param, other):
         return None
-    if other.device != param.device or other.layout != torch.strided:
+    if other.shape != param.shape:
         return None
-    if dtype is not None and other.dtype != dtype:
-        return None
-    if not is_placed_like(param, other):
-        return None
-    local = other
+    local, own = other, param
     if isinstance(param, DTensor) and isinstance(other, DTensor):
         local, own = other._local_tensor, param._local_tensor
-        if local.shape != own.shape or local.device != own.device:
+        if local.shape != own.shape:
             return None
+    if local.device != own.device or local.layout != torch.strided:
+        return None
+    if dtype is not None and local.dtype != dtype:
+        return None
     # A wrapper may have to be waited for, and a view may belong to autograd.
     is_usual = type(local) is Tensor and not local.requires_grad
     return local if is_usual else local_part(other)
