@@ -25,6 +25,7 @@ from torch.testing._internal.distributed._muon.checkers.ranks import (
     Program,
     Rank,
 )
+from torch.testing._internal.distributed._muon.common_muon import S0
 
 
 # Of Llama 3 70B; of DeepSeek-V3, whose experts are an eighth.
@@ -254,7 +255,7 @@ class TestBuckets(TestCase):
 class TestConnecting(TestCase):
     """One rank, alone, while it builds an engine."""
 
-    program = Program(2, (PlacedMatrices((0, 1), (0,)),))
+    program = Program(2, (PlacedMatrices((0, 1), (S0,)),))
 
     def test_an_error_while_ranks_connect(self):
         broken = mock.Mock(side_effect=RuntimeError("broken"))

@@ -40,9 +40,9 @@ def received_bytes(call: Call, rank: int) -> int:
 class Late(Recorder):
     """A rank behind a slow wire comes to each collective late."""
 
-    def launched(self, call: Any) -> None:
+    def launched(self, call: Any, given: Any) -> None:
         time.sleep(0.003)
-        super().launched(call)
+        super().launched(call, given)
 
 
 class Training:
