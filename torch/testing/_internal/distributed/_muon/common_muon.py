@@ -409,7 +409,9 @@ class Twins:
         for indices, own in groups:
             params = [self.params[index] for index in indices]
             if is_named:
-                params = [(f"v{index}", self.params[index]) for index in indices]
+                params = [
+                    (f"v{self.seeds[index]}", self.params[index]) for index in indices
+                ]
             singles = [self.singles[index] for index in indices]
             grouped.append({"params": params, **copy.deepcopy(own)})
             grouped_singles.append({"params": singles, **copy.deepcopy(own)})
