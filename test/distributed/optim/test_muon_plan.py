@@ -68,21 +68,14 @@ class TestRegions(TestCase):
         """Regions that leave a gap, overlap, or are out of place are an error that names the matrix."""
         upper, lower = Region(0, 0, 2, 4, 0, 4), Region(2, 0, 2, 4, 0, 4)
         for regions, problem in (
-            ([upper, lower], ""),
             ([upper], "its pieces hold 8 of 16 elements"),
             ([upper, lower._replace(row=1)], "pieces overlap: rows 1 to 2, column 0"),
             ([upper, lower._replace(row=3)], "its pieces hold 16 of 16 elements"),
-            ([upper._replace(width=2), lower._replace(column=2)], "its pieces hold"),
         ):
-            shards = tuple((region,) for region in regions)
-            layout = Layout((tuple(range(len(regions))),), shards)
+            layout = Layout((tuple(range(len(regions))),), tuple(zip(regions)))
             matrix = Matrix(0, (4, 4), torch.float32, layout, "made up", name="w")
-            with self.subTest(problem=problem):
-                if not problem:
-                    self.assertEqual(checked([matrix]), [matrix])
-                    continue
-                with self.assertRaisesRegex(ValueError, f"'w'.*{problem}.*made up"):
-                    checked([matrix])
+            with self.assertRaisesRegex(ValueError, f"'w'.*{problem}.*made up"):
+                checked([matrix])
 
     def test_local_tensor_that_is_too_small(self):
         region = Region(0, 0, 2, 4, 8, 4)
@@ -222,46 +215,42 @@ class TestBuckets(TestCase):
         members = sorted(index for bucket in buckets for index in bucket)
         self.assertEqual(members, list(range(len(matrices))))
         largest = max(matrix.numel for matrix in matrices)
-        one_by_one, busy, most_gathered = 0, Counter(), []
+        sequential, busy, most_gathered = 0, Counter(), []
         for bucket in buckets:
             work, gathered = Counter(), Counter()
             for index in bucket:
                 work[owners[index]] += matrices[index].flops
                 gathered[owners[index]] += matrices[index].numel
-            one_by_one += max(work.values())
+            sequential += max(work.values())
             busy.update(work)
             most_gathered.append(max(gathered.values()))
-        # What may be in flight together: a bound and a largest matrix for each of three buckets.
-        together = max(sum(most_gathered[at : at + 3]) for at in range(len(buckets)))
-        self.assertLessEqual(together, 3 * (plan.BUCKET_BYTES // 2 + largest))
-        self.assertLessEqual(one_by_one, most * max(busy.values()))
+        # Three buckets may be in flight, each with a bound and a largest matrix.
+        in_flight = max(sum(most_gathered[at : at + 3]) for at in range(len(buckets)))
+        self.assertLessEqual(in_flight, 3 * (plan.BUCKET_BYTES // 2 + largest))
+        self.assertLessEqual(sequential, most * max(busy.values()))
 
     def test_rounds_are_bounded(self):
         """Along a column, each update arrives once, in pieces of rows."""
         for shape, replicas, shards in (((64, 8), 4, 1), ((40, 16), 2, 3)):
-            grid = grid_of(replicas, shards)
-            matrices = matrices_of([shape] * 5, grid)
+            matrices = matrices_of([shape] * 5, grid_of(replicas, shards))
             owners = assign_owners(matrices)
-            with mock.patch.object(plan, "ROUND_BYTES", 600):
-                plans = {
-                    rank: make_plan(matrices, owners, rank)
-                    for rank in range(replicas * shards)
-                }
-            for rank, found in plans.items():
+            for rank in range(replicas * shards):
+                with mock.patch.object(plan, "ROUND_BYTES", 600):
+                    found = make_plan(matrices, owners, rank)
                 received = Counter()
                 for bucket in found.buckets:
                     for planned in bucket.rounds:
-                        sizes = [move.region.numel for move in planned.incoming]
-                        # A row of the matrix may be longer than a peer's share.
-                        self.assertLessEqual(sum(sizes) * 2, 600)
+                        bytes_of_round = 0
                         for move in planned.incoming:
+                            bytes_of_round += 2 * move.region.numel
                             received[move.matrix] += move.region.numel
+                        # A row of a larger matrix may be longer than a peer's share.
+                        self.assertLessEqual(bytes_of_round, 600)
                 for index, matrix in enumerate(matrices):
                     row, _ = matrix.layout.place_of(owners[index])
                     own_row, _ = matrix.layout.place_of(rank)
                     expected = 0 if row == own_row else matrix.layout.numel_of(rank)
-                    with self.subTest(rank=rank, matrix=index):
-                        self.assertEqual(received[index], expected)
+                    self.assertEqual(received[index], expected, f"{rank=} {index=}")
 
 
 class TestBuilding(TestCase):
