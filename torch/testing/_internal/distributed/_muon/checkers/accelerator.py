@@ -17,6 +17,7 @@ from torch.testing._internal.distributed._muon.checkers.recorder import (
     Call,
     Comm,
     Recorder,
+    storage_of,
 )
 from torch.utils._pytree import tree_leaves
 
@@ -101,16 +102,12 @@ class Accelerator(Recorder):
             is_real = not kinds and kwargs.get("device") in (None, torch.device("cpu"))
             with contextlib.nullcontext() if is_real else self._mode:
                 found = func(*args, **kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in given}
-        made = [
-            tensor
-            for tensor in fake_tensors(found)
-            if tensor.untyped_storage()._cdata not in known
-        ]
+        known = set(map(storage_of, given))
+        made = [each for each in fake_tensors(found) if storage_of(each) not in known]
         for tensor in made:
             self._count(tensor.untyped_storage())
-        if kwargs.get("pin_memory") and made:
-            self._pinned.add(made[0].untyped_storage()._cdata)
+            if kwargs.get("pin_memory"):
+                self._pinned.add(storage_of(tensor))
         kinds |= {tensor.device.type for tensor in made}
         if not kinds:
             return found
@@ -124,10 +121,12 @@ class Accelerator(Recorder):
             self.queued += 1
             self.operations.append((func, [tensor.shape for tensor in reads + writes]))
         if name.startswith(("copy_", "_to_copy")) and len(kinds) > 1:
-            waits = not self._is_late_copy(given, args, kwargs)
-            if not waits:
-                of_host = [each for each in memory if each.storage in self._pinned]
-                self._copied += [(each, self.queued) for each in of_host]
+            of_host = [tensor for tensor in given if tensor.device.type == "cpu"]
+            # The host goes on during a copy if its memory is pinned.
+            is_pinned = self._pinned.issuperset(map(storage_of, of_host))
+            is_late = kwargs.get("non_blocking") or args[2:3] == (True,)
+            waits = not (is_pinned and is_late)
+            self._copied += [(each, self.queued) for each in memory]
         if waits:
             self.host_waits(self.queued, f"{func}")
         return found
@@ -137,15 +136,6 @@ class Accelerator(Recorder):
             if number > self.awaited:
                 if any(own.must_wait_for(copied) for own in memory):
                     self.problems.append(f"{func} touches the memory of a copy")
-
-    def _is_late_copy(self, given: list[FakeTensor], args: Any, kwargs: Any) -> bool:
-        """Whether the host goes on during a copy between devices: its own memory must be pinned."""
-        is_late = kwargs.get("non_blocking") or args[2:3] == (True,)
-        for tensor in given:
-            is_on_host = tensor.device.type == "cpu"
-            if is_on_host and tensor.untyped_storage()._cdata not in self._pinned:
-                return False
-        return bool(is_late)
 
     def _count(self, storage: Any) -> None:
         """Counts the bytes of a new storage until it is freed, if the device has it."""

@@ -49,6 +49,11 @@ class Bytes(NamedTuple):
         return self.storage == other.storage and is_written and overlap
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The key of the memory of ``tensor``, until it is freed."""
+    return tensor.untyped_storage()._cdata
+
+
 def bytes_of(reads: Any, writes: Any) -> list[Bytes]:
     found = []
     for tensors, is_written in ((reads, False), (writes, True)):
@@ -59,8 +64,8 @@ def bytes_of(reads: Any, writes: Any) -> list[Bytes]:
             start = tensor.storage_offset()
             end = start + last + 1 if tensor.numel() else start
             itemsize = tensor.element_size()
-            storage = tensor.untyped_storage()._cdata
-            found.append(Bytes(storage, start * itemsize, end * itemsize, is_written))
+            at = start * itemsize, end * itemsize
+            found.append(Bytes(storage_of(tensor), *at, is_written))
     return found
 
 
