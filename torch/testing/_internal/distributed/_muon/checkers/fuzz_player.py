@@ -117,9 +117,12 @@ class DrawnTwins(Twins):
             is_named=plan.is_named,
             allow_batched_matrices=plan.takes_stacks,
         )
-        for matrix, param in zip(self.matrices, self.params):
-            if matrix.is_turned:
-                turn(param)
+
+    def new_param(self, whole: torch.Tensor, spec: Spec | Cut) -> torch.nn.Parameter:
+        param = super().new_param(whole, spec)
+        if self.matrices[len(self.params)].is_turned:
+            turn(param)
+        return param
 
     def spec_of(self, matrix: Matrix) -> Spec | Cut:
         if matrix.mesh is not None:
@@ -223,8 +226,8 @@ class DrawnTwins(Twins):
         """The same values in another parameter, as ``matrix`` says, as if a framework had placed it."""
         former, single = self.params[index], self.singles[index]
         self.matrices[index], self.specs[index] = matrix, self.spec_of(matrix)
-        param = common_muon.place(single.detach(), self.specs[index])
-        self.params[index] = param = torch.nn.Parameter(param)
+        param = super().new_param(single.detach(), self.specs[index])
+        self.params[index] = param
         if matrix.is_turned:
             turn(param)
         if self.grad_dtype is not None:
