@@ -78,7 +78,7 @@ class Matrix(NamedTuple):
 
 
 class Config(NamedTuple):
-    """``kinds`` are those of the dimensions of ``mesh``, whose groups the config gets. Without a mesh, there are none.
+    """``kinds`` are those of the dimensions of ``mesh``, whose groups the config gets.
     ``functions`` are "built in", "assigned" (an assign_fn of the user's) or "wrapped".
     """
 

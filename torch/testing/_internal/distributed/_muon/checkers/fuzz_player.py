@@ -216,7 +216,7 @@ class DrawnTwins(Twins):
             raise AssertionError(f"{problems}")
         self.single.step()
 
-    # What happens between steps.
+    # Between steps:
 
     def freeze(self, index: int) -> None:
         param = self.params[index]
@@ -261,15 +261,8 @@ class DrawnTwins(Twins):
                 if not is_plain and self.params[index].requires_grad:
                     state["state"][index] = copy.deepcopy(its_state)
         if into == "new":
-            groups = []
-            for group in self.optimizer.param_groups:
-                group = dict(group)
-                names = group.pop("param_names", None)
-                if names is not None:
-                    group["params"] = list(zip(names, group["params"]))
-                groups.append(group)
             self.optimizer = Muon(
-                groups,
+                [dict(group) for group in self.optimizer.param_groups],
                 distributed_config=self.make_config(),
                 allow_batched_matrices=self.plan.takes_stacks,
             )
