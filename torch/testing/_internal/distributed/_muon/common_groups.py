@@ -48,9 +48,9 @@ class Strategy:
         for kind, dim in (("tp", tp_dim), ("fsdp", 0)):
             if kind not in self.kinds or dim is None:
                 continue
-            mesh_dim = self.kinds.index(kind)
-            which = self.mesh.get_coordinate()[mesh_dim]
-            parts = sizes_of(sizes[dim], self.mesh.size(mesh_dim), how)
+            # A group has its ranks in their own order, not in the mesh's.
+            which = self.group(kind).rank()
+            parts = sizes_of(sizes[dim], self.group(kind).size(), how)
             # A dimension may count from the end.
             cuts.append((dim % len(shape), parts, which))
             sizes[dim] = parts[which]

@@ -400,7 +400,7 @@ class Twins:
             single = torch.nn.Parameter(whole.clone())
             self.singles.append(single)
             self.starts[single] = whole.clone()
-            self.params.append(torch.nn.Parameter(place(whole, spec)))
+            self.params.append(self.new_param(whole, spec))
             if grad_dtype is not None:
                 single.grad_dtype = self.params[-1].grad_dtype = grad_dtype
         if groups is None:
@@ -409,7 +409,9 @@ class Twins:
         for indices, own in groups:
             params = [self.params[index] for index in indices]
             if is_named:
-                params = [(f"v{index}", self.params[index]) for index in indices]
+                params = [
+                    (f"v{self.seeds[index]}", self.params[index]) for index in indices
+                ]
             singles = [self.singles[index] for index in indices]
             grouped.append({"params": params, **copy.deepcopy(own)})
             grouped_singles.append({"params": singles, **copy.deepcopy(own)})
@@ -417,6 +419,9 @@ class Twins:
         self.single = Muon(grouped_singles, **options)
         self.optimizer = Muon(grouped, distributed_config=self.config, **options)
         self.steps = 0
+
+    def new_param(self, whole: torch.Tensor, spec: Spec | Cut) -> torch.nn.Parameter:
+        return torch.nn.Parameter(place(whole, spec))
 
     def set_gradients(self, missing: Sequence[int] = ()) -> None:
         """New, equal gradients for both, but none for the indices ``missing``."""

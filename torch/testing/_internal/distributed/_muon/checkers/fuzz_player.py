@@ -5,59 +5,288 @@ After each event, parameters and momentum must equal those of the one process.
 
 from __future__ import annotations
 
+import copy
 import functools
+import random
 import re
+import time
 import traceback
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
 from torch.optim._muon_engine import plan as engine_plan
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed._muon import common_muon
-from torch.testing._internal.distributed._muon.checkers.fuzz_matrices import (
-    control_group,
-    device_mesh,
-    renew_groups,
-    Share,
-)
 from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
+    device_mesh,
+    Event,
     Matrix,
-    OTHER,
+    Mesh,
     Plan,
-    STEP,
+    WORLD,
 )
-from torch.testing._internal.distributed._muon.checkers.fuzz_training import Training
-from torch.testing._internal.distributed._muon.common_muon import local
+from torch.testing._internal.distributed._muon.checkers.fuzz_settings import TIMEOUT
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_groups import Strategy
+from torch.testing._internal.distributed._muon.common_muon import (
+    Cut,
+    local,
+    Spec,
+    Twins,
+)
+from torch.testing._internal.distributed._muon.common_parity import too_much
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+EXPECTED_WARNINGS = "starts at zero|has had a gradient|placements count"
+
+
+@functools.cache
+def control_group() -> dist.ProcessGroup:
+    """The one over which ranks tell each other of problems. It outlives broken ones."""
+    return dist.new_group(timeout=3 * TIMEOUT)
+
+
+def renew_groups() -> None:
+    """The next plan makes all groups again, because a plan with problems may have broken these."""
+    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
+    store = dist.PrefixStore("renewed", store)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
+    control_group.cache_clear()
+    device_mesh.cache_clear()
+
+
+class Sleepy(Recorder):
+    """A rank that comes late to some collectives."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        self.generator = random.Random(f"{seed} {dist.get_rank()}")
+        self.longest = 0 if seed is None else 0.003
+
+    def launched(self, call: Any, given: Any) -> None:
+        time.sleep(self.generator.choice((0, self.longest)))
+        super().launched(call, given)
+
+
+def set_local(tensor: torch.Tensor, piece: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = piece
+    else:
+        tensor.data = piece
+
+
+def turn(tensor: torch.Tensor) -> None:
+    """Gives this rank's part of ``tensor`` the strides of a transpose."""
+    set_local(tensor, local(tensor.detach()).mT.contiguous().mT)
+
+
+class DrawnTwins(Twins):
+    """The matrices of one optimizer of a plan, by number, that this rank holds."""
+
+    def __init__(self, plan: Plan, held: dict[int, Matrix]) -> None:
+        self.plan, self.rank = plan, dist.get_rank()
+        # Groups are in one order on all ranks, whichever of their matrices a rank holds.
+        in_order = [each.options for each in (*plan.matrices, *held.values())]
+        self.numbers = sorted(held, key=lambda n: in_order.index(held[n].options))
+        self.matrices = [held[number] for number in self.numbers]
+        groups: list[tuple[list[int], dict[str, Any]]] = []
+        for index, matrix in enumerate(self.matrices):
+            options = dict(matrix.options)
+            if not groups or groups[-1][1] != options:
+                groups.append(([], options))
+            groups[-1][0].append(index)
+        self.strategy = None
+        if plan.config.mesh is not None:
+            self.strategy = Strategy(device_mesh(plan.config.mesh), *plan.config.kinds)
+        super().__init__(
+            [self.spec_of(matrix) for matrix in self.matrices],
+            self.make_config(),
+            groups,
+            seeds=list(map(self.seed_of, self.numbers, self.matrices)),
+            grad_dtype=plan.grad_dtype,
+            is_named=plan.is_named,
+            allow_batched_matrices=plan.takes_stacks,
+        )
+
+    def new_param(self, whole: torch.Tensor, spec: Spec | Cut) -> torch.nn.Parameter:
+        param = super().new_param(whole, spec)
+        if self.matrices[len(self.params)].is_turned:
+            turn(param)
+        return param
+
+    def spec_of(self, matrix: Matrix) -> Spec | Cut:
+        if matrix.mesh is not None:
+            mesh, gradients = device_mesh(matrix.mesh), matrix.gradients
+            return Spec(matrix.shape, mesh, matrix.placements, matrix.dtype, gradients)
+        cut = Cut(matrix.shape)
+        if self.strategy is not None:
+            cut = self.strategy.cut(matrix.shape, matrix.tp_dim, matrix.how)
+        return cut._replace(dtype=matrix.dtype)
+
+    def place_along(self, kind: str) -> int:
+        return self.strategy.group(kind).rank()
+
+    def seed_of(self, number: int, matrix: Matrix) -> int:
+        if matrix.is_expert:
+            return number + 100 * (1 + self.place_along("ep"))
+        is_own = matrix.mesh is None and self.strategy is None
+        return number + 1000 * self.rank if is_own else number
+
+    def make_config(self) -> Any:
+        config = self.plan.config
+        if self.strategy is None:
+            made = create_dtensor_config(config.is_async, config.prefetch)
+        else:
+            options: dict[str, Any] = {"tp_dim_per_param": {}, "expert_assignments": {}}
+            for index, matrix in enumerate(self.matrices):
+                if matrix.tp_dim is not None:
+                    options["tp_dim_per_param"][index] = matrix.tp_dim
+                if matrix.is_expert:
+                    options["expert_assignments"][index] = self.place_along("ep")
+            if "pp" in config.kinds:
+                options["pp_stage_id"] = self.place_along("pp")
+            options["async_gpu_parallelism"] = config.is_async
+            made = self.strategy.config(prefetch_count=config.prefetch, **options)
+        if config.functions == "assigned":
+            made.assign_fn = self.assign
+        elif config.functions == "wrapped":
+            common_muon.wrap_functions(made, "gather_fn", "redistribute_fn")
+        return made
+
+    def assign(self, params: Any, state: Any) -> dict[int, list[int]]:
+        """An assign_fn of the user's, for DTensors and matrices that a rank has for itself."""
+        owners: dict[int, list[int]] = {}
+        for index, matrix in enumerate(self.matrices):
+            ranks = [self.rank]
+            if matrix.mesh is not None:
+                ranks = self.specs[index].mesh.mesh.flatten().tolist()
+            owner = ranks[self.numbers[index] % len(ranks)]
+            owners.setdefault(owner, []).append(index)
+        return owners
+
+    def set_gradients(self, missing: Any = ()) -> None:
+        frozen = [i for i, p in enumerate(self.params) if not p.requires_grad]
+        super().set_gradients([*missing, *frozen])
+        for index, (number, spec) in enumerate(zip(self.numbers, self.specs)):
+            param, single = self.params[index], self.singles[index]
+            kind = (number + self.steps) % 4
+            if param.grad is None or spec.of_gradient() != spec:
+                continue
+            if kind == 0 and not local(param).numel() and self.rank % 2:
+                # Ranks with an empty shard may have none.
+                param.grad = None
+            elif kind == 1 or self.matrices[index].is_turned:
+                turn(param.grad)
+            elif kind == 2:
+                # The sum of a layer's results has such a gradient.
+                piece = local(param.grad)
+                set_local(param.grad, piece.new_tensor(0.5).expand(piece.shape))
+                single.grad = torch.full_like(single.grad, 0.5)
+
+    def step(self, missing: Any = (), closure: Any = None) -> None:
+        self.set_gradients(missing)
+        before = [param._version for param in self.params]
+        recorder = Sleepy(self.plan.sleeps)
+        with recorder, NewtonSchulzCalls() as calls:
+            self.optimizer.step()
+        problems = list(recorder.problems)
+        for param, version in zip(self.params, before):
+            if param.grad is not None and local(param).numel():
+                if param._version == version:
+                    problems.append("autograd does not learn that a parameter changed")
+        if self.plan.config.functions != "wrapped" and all(
+            single.grad is not None for single in self.singles
+        ):
+            owners = [*self.optimizer.matrix_owners.values()]
+            if len(calls.shapes) != owners.count(self.rank):
+                problems.append(f"{calls.shapes} are orthogonalized on this rank")
+            if len(owners) == len(self.params) and not self.plan.takes_stacks:
+                problems += too_much(self, recorder)
+        if problems:
+            raise AssertionError(f"{problems}")
+        self.single.step()
+
+    # Between steps:
+
+    def freeze(self, index: int) -> None:
+        param = self.params[index]
+        param.requires_grad_(not param.requires_grad)
+
+    def replace(self, index: int, matrix: Matrix) -> None:
+        """The same values in another parameter, as ``matrix`` says, as if a framework had placed it."""
+        former, single = self.params[index], self.singles[index]
+        self.matrices[index], self.specs[index] = matrix, self.spec_of(matrix)
+        param = super().new_param(single.detach(), self.specs[index])
+        self.params[index] = param
+        if matrix.is_turned:
+            turn(param)
+        if self.grad_dtype is not None:
+            param.grad_dtype = self.grad_dtype
+        for group in self.optimizer.param_groups:
+            for place, other in enumerate(group["params"]):
+                if other is former:
+                    group["params"][place] = param
+        is_placed_alike = common_muon.placed(param) == common_muon.placed(former)
+        if is_placed_alike and not self.plan.is_named:
+            # It is another layer.
+            self.single.state.pop(single, None)
+
+    def add(self, more: DrawnTwins) -> None:
+        for name in ("numbers", "matrices", "specs", "params", "singles", "seeds"):
+            getattr(self, name).extend(getattr(more, name))
+        self.starts.update(more.starts)
+        for own, its in (
+            (self.single, more.single),
+            (self.optimizer, more.optimizer),
+        ):
+            for group in its.param_groups:
+                own.add_param_group(group)
+
+    def reload(self, into: str) -> None:
+        """The state into the "same" optimizer or into a "new" one; or the "whole" matrices of one process."""
+        state = self.optimizer.state_dict()
+        if into == "whole":
+            for index, its_state in self.single.state_dict()["state"].items():
+                is_plain = self.matrices[index].mesh is None
+                if not is_plain and self.params[index].requires_grad:
+                    state["state"][index] = copy.deepcopy(its_state)
+        if into == "new":
+            self.optimizer = Muon(
+                [dict(group) for group in self.optimizer.param_groups],
+                distributed_config=self.make_config(),
+                allow_batched_matrices=self.plan.takes_stacks,
+            )
+        self.optimizer.load_state_dict(state)
+        # torch rounds momentum to the dtype of the parameter, in one process as well.
+        self.single.load_state_dict(self.single.state_dict())
 
 
 class Player:
-    """An action of a plan is the name of a method, and its arguments."""
+    """An event of a plan is the name of a method. A step follows."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.training: Training
-        # Whether some momentum starts at zero in this event.
-        self.restarts = False
+        self.matrices = list(plan.matrices)
+        # By the number of the optimizer, for those of which this rank holds matrices.
+        self.twins: dict[int, DrawnTwins] = {}
 
     def run(self) -> list[str]:
         """The problems of the first event that has some, on all ranks; none if all events are right."""
         limits = dict(self.plan.limits)
-        is_late = limits.pop("late", None) == self.rank
-        with (
-            mock.patch.multiple(engine_plan, **limits),
-            warnings.catch_warnings(record=True) as self.warned,
-        ):
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("always", module=r"torch\.optim\._muon")
+        with mock.patch.dict(vars(engine_plan), limits):
+            control_group()
             self.make_meshes()
-            self.training = Training(self.plan, self.rank, is_late)
-            for event in self.events():
+            for event in (Event("build"), *self.plan.events):
                 problems = self.play(event)
                 if problems:
                     return problems
@@ -65,34 +294,29 @@ class Player:
 
     def make_meshes(self) -> None:
         """All ranks make all meshes."""
-        matrices = list(self.plan.matrices)
-        for added, _ in self.plan.actions_of("add"):
-            matrices += added
-        meshes = [self.plan.config.mesh]
-        meshes += [matrix.mesh for matrix in matrices]
-        meshes += [mesh for _, mesh, *_ in self.plan.actions_of("replace")]
+        meshes = [self.plan.config.mesh, *[matrix.mesh for matrix in self.matrices]]
+        for event in self.plan.events:
+            if event.action == "add":
+                meshes += [matrix.mesh for matrix in event.argument]
+            elif event.action == "replace":
+                meshes += event.argument
         for mesh in dict.fromkeys(meshes):
-            if mesh is not None:
+            if isinstance(mesh, Mesh):
                 device_mesh(mesh)
 
-    def events(self) -> Iterator[Callable[[], None]]:
-        yield self.training.build
-        for name, *arguments in self.plan.actions:
-            action = getattr(self, name)
-            yield functools.partial(action, *arguments)
-
-    def play(self, event: Callable[[], None]) -> list[str]:
+    def play(self, event: Event) -> list[str]:
         """Problems of an event, on all ranks if there is one on any of them."""
         problems: list[str] = []
-        self.restarts = False
-        if self.training.held:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", module=r"torch\.optim\._muon")
             try:
-                event()
-                problems += self.wrong_warnings()
-                problems += self.training.problems()
+                getattr(self, event.action)(event)
+                problems += self.step(event)
             except Exception:
                 problems.append(traceback.format_exc())
-        self.warned.clear()
+        texts = [str(warning.message) for warning in warned]
+        problems += [text for text in texts if not re.search(EXPECTED_WARNINGS, text)]
         count = torch.tensor(len(problems))
         dist.all_reduce(count, group=control_group())
         if not count:
@@ -104,274 +328,95 @@ class Player:
             found += [f"{event}, rank {rank}: {text}" for text in texts]
         return found
 
-    def wrong_warnings(self) -> list[str]:
-        """The engine's warnings for which the plan is no reason."""
-        present = [held.matrix for held in self.training.order()]
-        has_dtensors = any(matrix.mesh for matrix in present)
-        reasons = {
-            "starts at zero": self.restarts,
-            "has had a gradient": self.training.idle_steps >= 3,
-            "placements count": self.plan.config.mesh is not None and has_dtensors,
-        }
-        expected = [words for words, is_reason in reasons.items() if is_reason]
+    def step(self, event: Event) -> list[str]:
+        problems: list[str] = []
+        for twins in self.twins.values():
+            missing = [i for i, n in enumerate(twins.numbers) if event.misses(n)]
+            twins.step(missing)
+            problems += twins.problems()
+        return problems
+
+    def chosen(self, event: Event) -> list[int]:
+        """The matrices that an event changes. Every rank of an optimizer changes some: if one of them did not, all
+        matrices change.
+        """
         found = []
-        for warning in self.warned:
-            text = str(warning.message)
-            if not any(words in text for words in expected):
-                found.append(text)
+        for optimizer in {matrix.optimizer for matrix in self.matrices}:
+            numbers = []
+            for number, matrix in enumerate(self.matrices):
+                if matrix.optimizer == optimizer:
+                    numbers.append(number)
+            some = [number for number in numbers if event.has(number)]
+            found += some if self.holders(some) == self.holders(numbers) else numbers
         return found
 
-    # The actions.
+    def holders(self, numbers: Any) -> set[int]:
+        """The ranks that hold some of these."""
+        found = set()
+        for rank in range(WORLD):
+            if any(self.plan.holds(self.matrices[n], rank) for n in numbers):
+                found.add(rank)
+        return found
 
-    def step(self, gradients: Any = STEP[1]) -> None:
-        self.training.set_gradients(gradients)
-        self.training.step()
+    # The events.
 
-    def mismatch(self, kind: str, number: int, culprit: int) -> None:
-        """The ranks that share a matrix, and those that share others with these, learn that ``culprit`` differs.
-        Nothing moves, and the same step works afterwards.
+    def build(self, event: Event) -> None:
+        for optimizer in range(2):
+            held = {}
+            for number, matrix in enumerate(self.matrices):
+                is_here = self.plan.holds(matrix, self.rank)
+                if matrix.optimizer == optimizer and is_here:
+                    held[number] = matrix
+            if held:
+                self.twins[optimizer] = DrawnTwins(self.plan, held)
 
-        It has no gradient, one that does not fit, or another value of the option ``kind``.
-        """
-        training = self.training
-        matrix = training.matrices[number]
-        hearing = self.plan.hear(matrix, culprit, training.matrices)
-        if self.rank not in hearing or not self.is_noticed(matrix, culprit):
-            self.step()
+    def train(self, event: Event) -> None:
+        """Nothing else happens."""
+
+    def freeze(self, event: Event) -> None:
+        for number in self.chosen(event):
+            for twins in self.twins.values():
+                if number in twins.numbers:
+                    twins.freeze(twins.numbers.index(number))
+
+    def replace(self, event: Event) -> None:
+        """Parameters in the places of others, on a mesh of the same ranks."""
+        mesh, placements = event.argument
+        for number in self.chosen(event):
+            matrix = self.matrices[number]
+            if matrix.mesh is not None and matrix.mesh.ascends:
+                others = matrix.mesh if matrix.mesh.kept else mesh
+                same_ranks = set(others.ranks) == set(matrix.mesh.ranks)
+                own = others if same_ranks else matrix.mesh
+                of_mesh = placements[: len(own.shape)]
+                matrix = matrix._replace(mesh=own, placements=of_mesh, gradients=None)
+                self.matrices[number] = matrix
+            for twins in self.twins.values():
+                if number in twins.numbers:
+                    twins.replace(twins.numbers.index(number), matrix)
+
+    def change_options(self, event: Event) -> None:
+        for twins in self.twins.values():
+            for optimizer in (twins.single, twins.optimizer):
+                for group in optimizer.param_groups:
+                    group.update(event.argument)
+
+    def add(self, event: Event) -> None:
+        """A group of parameters, if the ranks that hold them have the first optimizer."""
+        first = len(self.matrices)
+        before = [n for n in range(first) if self.matrices[n].optimizer == 0]
+        self.matrices += event.argument
+        new = range(first, len(self.matrices))
+        if self.holders(new) != self.holders(before):
+            del self.matrices[first:]
             return
-        training.set_gradients(())
-        mend = None
-        if self.rank == culprit:
-            mend = self.spoil(kind, number)
-        try:
-            training.optimizer.step()
-        except RuntimeError as error:
-            if not re.search(self.told(kind, number, culprit), str(error)):
-                raise
-        else:
-            raise AssertionError("no error")
-        problems = training.problems()
-        if problems:
-            raise AssertionError(f"something moved: {problems}")
-        if mend is not None:
-            mend()
-        training.step()
+        if 0 in self.twins:
+            held = {}
+            for number in new:
+                if self.plan.holds(self.matrices[number], self.rank):
+                    held[number] = self.matrices[number]
+            self.twins[0].add(DrawnTwins(self.plan, held))
 
-    def is_noticed(self, matrix: Matrix, culprit: int) -> bool:
-        """Whether other ranks can know of a gradient that ``culprit`` lacks."""
-        if matrix.frozen:
-            return False
-        own = Share(self.plan, matrix, culprit).holds_of_gradients()
-        others = set(self.plan.sharing(matrix, culprit)) - {culprit}
-        for rank in others:
-            its = Share(self.plan, matrix, rank).holds_of_gradients()
-            # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
-            for holds_here, holds_there in zip(own, its):
-                if holds_here and holds_there:
-                    return True
-        return False
-
-    def spoil(self, kind: str, number: int) -> Callable[[], None]:
-        """Gives this rank the mismatch ``kind``. Returns what mends it."""
-        training = self.training
-        held = training.held[number]
-        if kind in OTHER:
-            options = training.optimizer.param_groups[training.group_of(held)]
-            own = {key: options[key] for key in OTHER}
-            other = OTHER[kind]
-            options[kind] = other if own[kind] != other else "gram"
-            return functools.partial(options.update, own)
-        gradient = held.param.grad
-        if kind == "none":
-            held.param.grad = None
-        elif kind == "misshapen" and held.matrix.mesh is not None:
-            # torch compares the shapes of whole tensors only, so a plain one cannot have such a gradient.
-            rows, *others = local(held.param).shape
-            longer = torch.ones(rows + 1, *others, dtype=held.grad_dtype)
-            placements = held.matrix.placements
-            held.param.grad = held.wrap(longer, held.matrix.shape, placements)
-        else:
-            ones = torch.ones(held.param.shape, dtype=held.grad_dtype)
-            held.param._grad = ones.to_sparse()
-        return functools.partial(setattr, held.param, "grad", gradient)
-
-    def told(self, kind: str, number: int, culprit: int) -> str:
-        """The pattern of this rank's error."""
-        held = self.training.held.get(number)
-        elsewhere = "Their error says how"
-        if held is None or culprit not in held.sharing:
-            # An option differs for all matrices of a group.
-            return f"hyperparameters|{elsewhere}" if kind in OTHER else elsewhere
-        if kind in OTHER:
-            # It may differ for more matrices than are listed.
-            return "hyperparameters"
-        # A rank names its own parameter, and the others the expert.
-        is_own = kind != "none" and self.rank == culprit
-        where = "expert"
-        if is_own or not held.matrix.expert:
-            index = self.training.order().index(held)
-            where = rf"parameter {index}\b"
-        if is_own:
-            text = "sparse|here has shape"
-        elif kind == "none":
-            text = "some have none"
-        else:
-            text = "cannot use"
-        return f"(?=.*({text})).*{where}"
-
-    def freeze(self, number: int, frozen: bool) -> None:
-        self.training.change(number, frozen=frozen)
-        held = self.training.held.get(number)
-        if held is not None:
-            held.param.requires_grad_(not frozen)
-            held.param.grad = held.single.grad = None
-
-    def reverse(self, number: int) -> None:
-        training = self.training
-        training.groups[number].reverse()
-        for optimizer in (training.single, training.optimizer):
-            group = optimizer.param_groups[number]
-            group["params"].reverse()
-            if "param_names" in group:
-                group["param_names"].reverse()
-        self.step()
-
-    def rest(self, number: int) -> None:
-        """A parameter leaves its group for a step, and keeps its momentum."""
-        training = self.training
-        held = training.held.get(number)
-        if held is None:
-            # A later group may be of all ranks, which must be in the same step then.
-            self.step()
-            self.step()
-            return
-        number = training.group_of(held)
-        position = training.groups[number].index(held)
-        lists = [training.groups[number]]
-        for optimizer in (training.single, training.optimizer):
-            group = optimizer.param_groups[number]
-            lists += [group[key] for key in ("params", "param_names") if key in group]
-        gone = [entries.pop(position) for entries in lists]
-        saved = training.optimizer.state_dict()["state"]
-        if len(saved) > len(training.order()):
-            raise AssertionError(f"the momentum of another is saved: {saved.keys()}")
-        self.step()
-        for entries, entry in zip(lists, gone, strict=True):
-            entries.insert(position, entry)
-        self.step()
-
-    def change_options(self, number: int, options: Any) -> None:
-        for optimizer in (self.training.single, self.training.optimizer):
-            optimizer.param_groups[number].update(options)
-
-    def add(self, matrices: tuple[Matrix, ...], options: Any) -> None:
-        training = self.training
-        number = len(training.groups)
-        new = training.hold(matrices)
-        training.groups.append(new)
-        for optimizer, which, own in (
-            (training.optimizer, "param", {}),
-            (training.single, "single", {"foreach": False}),
-        ):
-            group = {**training.options_of(number), **own}
-            group |= training.params_of(new, which)
-            if new or self.plan.config.mesh is not None:
-                optimizer.add_param_group(group)
-            else:
-                # A rank that holds none of them makes no call, but counts groups in the same way.
-                optimizer.param_groups.append({**optimizer.param_groups[0], **group})
-
-    def reload(self, into: str, placements: Any = ()) -> None:
-        """The state into the "same" optimizer, into a "new" one, or the "whole" matrices of one process.
-
-        ``placements`` are those that the momentum of a matrix on some mesh has in the state.
-        """
-        training = self.training
-        state = training.optimizer.state_dict()
-        whole = training.single.state_dict()["state"]
-        moved = dict(placements)
-        for index, held in enumerate(training.order()):
-            other = moved.get(held.number)
-            if held.matrix.mesh is None or index not in whole:
-                continue
-            if into != "whole" and other is None:
-                continue
-            held.is_new = True
-            momentum = whole[index]["momentum_buffer"].clone()
-            if into != "whole":
-                piece = held.piece(momentum, other)
-                momentum = held.wrap(piece, momentum.shape, other)
-            state["state"][index] = {"momentum_buffer": momentum}
-        if into == "new":
-            training.build_optimizer()
-        self.load(state)
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Loads ``state`` into the optimizer."""
-        training = self.training
-        training.optimizer.load_state_dict(state)
-        is_rounded = False
-        for held in training.order():
-            if held.grad_dtype != held.dtype:
-                held.is_new = is_rounded = True
-        if is_rounded:
-            # torch rounds momentum to the dtype of the parameter, in one process as well.
-            training.single.load_state_dict(training.single.state_dict())
-
-    def replace(
-        self,
-        number: int,
-        mesh: Any,
-        placements: Any,
-        fresh: bool,
-        renamed: bool,
-        saved: str | None,
-    ) -> None:
-        """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks. Before the next
-        step, its state may be ``saved``, and loaded.
-        """
-        training = self.training
-        training.change(number, mesh=mesh, placements=placements)
-        held = training.held.get(number)
-        if held is None:
-            self.step()
-            return
-        former, former_single = held.param, held.single
-        values = former_single.detach().clone()
-        if fresh:
-            held.seed += 500
-            values = held.values(0)
-        held.set_params(values)
-        group = training.group_of(held)
-        position = training.groups[group].index(held)
-        training.single.param_groups[group]["params"][position] = held.single
-        training.optimizer.param_groups[group]["params"][position] = held.param
-        # Without names, a parameter of the same placement is another layer, and starts at zero.
-        inherits = common_muon.placed(held.param) != common_muon.placed(former)
-        if self.plan.named:
-            inherits = not renamed
-            if renamed:
-                names = training.optimizer.param_groups[group]["param_names"]
-                names[position] = f"{names[position]} renamed"
-        momentum = training.optimizer.state.get(former, {}).get("momentum_buffer")
-        self.restarts = momentum is not None and not inherits
-        state = training.single.state.pop(former_single, None)
-        if state is not None and inherits:
-            training.single.state[held.single] = state
-            # A checkpoint has the momentum as it was placed before.
-            held.is_new = saved is not None or not held.param.requires_grad
-        if saved is not None:
-            self.check_saved(
-                held, momentum if inherits else None, saved == "and loaded"
-            )
-        self.step()
-
-    def check_saved(self, held: Any, momentum: Any, is_loaded: bool) -> None:
-        """A checkpoint has ``momentum`` for the parameter that has replaced another one."""
-        kept = self.training.optimizer.state_dict()
-        index = self.training.order().index(held)
-        entry = kept["state"].get(index, {})
-        if entry.get("momentum_buffer") is not momentum:
-            raise AssertionError(f"saved {entry} instead of {momentum}")
-        if is_loaded:
-            self.load(kept)
+    def reload(self, event: Event) -> None:
+        for twins in self.twins.values():
+            twins.reload(event.argument)

@@ -6,6 +6,7 @@ The test command tries some, the same ones each time. ``MUON_TEST_FUZZ=10000`` t
 
 import os
 import unittest
+from datetime import timedelta
 
 
 try:
@@ -13,6 +14,10 @@ try:
     from hypothesis import strategies as st
 except ImportError as error:
     raise unittest.SkipTest("hypothesis is not installed") from error
+
+
+# Of a collective that pairs up with none.
+TIMEOUT = timedelta(seconds=20)
 
 
 def one_of(*values):
@@ -27,6 +32,7 @@ def fuzz(examples: int, *drawn):
         # The same ones each time, as hypothesis has it without a seed of its own.
         derandomize=seed is None,
         database=None,
+        phases=[hypothesis.Phase.generate],
         # One configuration may make process groups first, or wait for a busy machine.
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
