@@ -66,10 +66,8 @@ class TestFormsOfNewtonSchulz(TestCase):
         """Those that an H100 was measured to be faster with."""
         for expected, shape, matrices, algorithm in (
             ("", (4096, 4096), 1, "quintic"),
-            ("symmetric", (4096, 4096), 1, "symmetric"),
             # The Gram form saves nothing of matrices that are less than one and a half times as long.
             ("symmetric", (4096, 6136), 1, "gram"),
-            ("gram", (4096, 6144), 1, "gram"),
             ("gram", (6144, 4096), 1, "gram"),
             ("symmetric", (4096, 14336), 1, "symmetric"),
             # A step by plain products has 137 billion multiplications and additions, with two matrices 275 billion.
@@ -78,10 +76,8 @@ class TestFormsOfNewtonSchulz(TestCase):
             # 232 billion are few for the Gram form.
             ("symmetric", (2048, 3584), 3, "gram"),
             ("", (2048, 2048), 1, "symmetric"),
-            ("symmetric", (2048, 2048), 8, "symmetric"),
             # Rows must begin at multiples of 16 bytes.
-            ("", (4098, 8192), 1, "gram"),
-            ("", (4096, 8193), 1, "gram"),
+            ("", (4096, 8196), 1, "gram"),
             # Few rows, and more elements than 32 bits count.
             ("", (248, 65536), 16, "gram"),
             ("gram", (256, 65536), 16, "gram"),
@@ -136,7 +132,7 @@ class TestFormsOfNewtonSchulz(TestCase):
             self.assertEqual(taken.call_count, 1)
 
     def test_gpus_without_kernels(self):
-        device, full = torch.device("cuda", 77), torch.OutOfMemoryError("full")
+        device, broken = torch.device("cuda", 77), RuntimeError("no C compiler")
         self.addCleanup(forms.has_kernels.cache_clear)
         for expected, capability, is_available, hip, problem in (
             (True, (8, 0), True, None, None),
@@ -144,12 +140,11 @@ class TestFormsOfNewtonSchulz(TestCase):
             (False, (9, 0), False, None, None),
             (False, (9, 0), True, "6.4", None),
             (False, (9, 0), True, None, ImportError("no Triton")),
-            (False, (9, 0), True, None, RuntimeError("no C compiler")),
+            (False, (9, 0), True, None, broken),
             # A GPU that is full for a moment says nothing about its kernels, so the answer is not kept.
-            (True, (9, 0), True, None, [full, None]),
+            (True, (9, 0), True, None, [torch.OutOfMemoryError("full"), None]),
         ):
             forms.has_kernels.cache_clear()
-            launch = mock.Mock(side_effect=problem)
             with (
                 self.subTest(capability=capability, hip=hip, problem=problem),
                 mock.patch.multiple(
@@ -158,19 +153,18 @@ class TestFormsOfNewtonSchulz(TestCase):
                     get_device_capability=lambda device: capability,
                 ),
                 mock.patch.object(torch.version, "hip", hip),
-                mock.patch.object(forms, "_launch_once", launch),
+                mock.patch.object(forms, "_launch_once", side_effect=problem),
                 warnings.catch_warnings(record=True) as warned,
             ):
                 warnings.simplefilter("always")
                 if isinstance(problem, list):
                     with self.assertRaisesRegex(torch.OutOfMemoryError, "full"):
                         forms.has_kernels(device)
-                self.assertEqual(forms.has_kernels(device), expected)
                 # Once.
-                self.assertEqual(forms.has_kernels(device), expected)
-            texts = [str(warning.message) for warning in warned]
-            self.assertEqual(len(texts), isinstance(problem, RuntimeError))
-            self.assertTrue(all("no C compiler" in text for text in texts))
+                found = [forms.has_kernels(device) for _ in range(2)]
+                self.assertEqual(found, [expected] * 2)
+                words = [str(warning.message)[-13:] for warning in warned]
+                self.assertEqual(words, [str(broken)] * (problem is broken))
 
     def test_versions_of_triton(self):
         for version, is_taken in (("3.5.1", False), ("3.6.0", True), ("3.10.0", True)):
@@ -203,15 +197,14 @@ class TestFormsOfNewtonSchulz(TestCase):
             (True, [matrix], [], [half]),
             (False, [matrix], [elsewhere]),
         ):
-            for is_captured in (False, True):
-                with (
-                    self.subTest(lists=lists, is_captured=is_captured),
-                    mock.patch.object(
-                        torch.cuda, "is_current_stream_capturing", lambda: is_captured
-                    ),
-                ):
-                    found = forms.pass_takes(*lists)
-                    self.assertEqual(found, expected and not is_captured)
+            with (
+                self.subTest(lists=lists),
+                mock.patch.object(
+                    torch.cuda, "is_current_stream_capturing", side_effect=[False, True]
+                ),
+            ):
+                found = [forms.pass_takes(*lists) for _ in range(2)]
+                self.assertEqual(found, [expected, False])
 
 
 class TestFusedOption(TestCase):
@@ -267,20 +260,20 @@ class TestMuonFusedOnGPU(MuonTestCase):
 
     def test_fused_has_the_bits_of_torchs_operations(self):
         """In float32, and where batches have the bits of single matrices, which the H100 of the page has shown."""
-        for options in ({}, {"nesterov": False}, {"momentum": 0.3}):
-            for absent in ((), (1, 4)):
-                with self.subTest(options=options, absent=absent):
-                    expected = self.results(absent=absent, foreach=True, **options)
-                    found = self.results(absent=absent, fused=True, **options)
-                    self.assertEqual(found, expected, rtol=0, atol=0)
-
-    def test_fused_rounds_bfloat16_once(self):
-        """A parameter differs by the rounding that torch's multiplication has before its addition."""
-        expected, expected_momenta = self.results(torch.bfloat16, foreach=True)
-        found, momenta = self.results(torch.bfloat16, fused=True)
-        self.assertEqual(momenta, expected_momenta, rtol=0, atol=0)
-        # Four steps, each with one rounding more or less of 8 bits.
-        self.assertEqual(found, expected, rtol=4 * 2**-8, atol=4 * 2**-8)
+        single, half = torch.float32, torch.bfloat16
+        for dtype, options in (
+            (single, {}),
+            (single, {"nesterov": False}),
+            (single, {"momentum": 0.3, "absent": (1, 4)}),
+            (half, {}),
+        ):
+            with self.subTest(dtype=dtype, options=options):
+                expected, momenta = self.results(dtype, foreach=True, **options)
+                found, own_momenta = self.results(dtype, fused=True, **options)
+                self.assertEqual(own_momenta, momenta, rtol=0, atol=0)
+                # In bfloat16, torch rounds a parameter before its addition, too: in four steps, by 8 bits each.
+                most = 0 if dtype == single else 4 * 2**-8
+                self.assertEqual(found, expected, rtol=most, atol=most)
 
     def test_symmetric_products(self):
         """Products in float16 are nearer to the exact polynomial than the default's in bfloat16."""
