@@ -6,6 +6,7 @@ bit by bit.
 """
 
 import copy
+import inspect
 import itertools
 import pickle
 import sys
@@ -97,6 +98,19 @@ class TestStockParity(MuonTestCase):
         for given in common_optimizers.optim_inputs_func_muon("cpu"):
             with self.subTest(given.desc):
                 self.assert_same_training(SHAPES, stock().Muon, **given.kwargs)
+
+    def test_arguments_begin_as_stocks(self):
+        for name in ("Muon", "muon"):
+            mine, theirs = (
+                [
+                    (each.name, each.default, each.kind)
+                    for each in inspect.signature(
+                        getattr(module, name)
+                    ).parameters.values()
+                ]
+                for module in (ours, stock())
+            )
+            self.assertEqual(mine[: len(theirs)], theirs)
 
     def test_checkpoints_go_both_ways(self):
         for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
@@ -305,7 +319,7 @@ class TestMuonRefusals(MuonTestCase):
             with self.subTest(given.desc), raised(kind, words):
                 Muon(given.params, **given.kwargs).step()
 
-    def test_parameters(self):
+    def test_parameters_that_are_no_matrices(self):
         with self.assertRaisesRegex(ValueError, "empty parameter list"):
             Muon([])
         for shape, modules, end in (

@@ -39,7 +39,7 @@ ORDER = {
     ],
     "_muon_models": ["layers", "splits", "partition"],
 }
-# What the rules about models may read of the engine: what layouts know of parameters.
+# The rules about models may import these modules of the engine, which know parameters of layouts.
 OF_LAYOUTS = {"fsdp1", "fsdp2", "process_groups"}
 # Names that only the readers may know, and what looks at single tensors.
 OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "device_mesh"}

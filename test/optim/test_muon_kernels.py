@@ -66,7 +66,7 @@ class TestFormsOfNewtonSchulz(TestCase):
         """Those that an H100 was measured to be faster with."""
         for expected, shape, matrices, algorithm in (
             ("", (4096, 4096), 1, "quintic"),
-            # The Gram form saves nothing of matrices that are less than one and a half times as long.
+            # The Gram form pays for matrices that are at least one and a half times as long.
             ("symmetric", (4096, 6136), 1, "gram"),
             ("gram", (6144, 4096), 1, "gram"),
             ("symmetric", (4096, 14336), 1, "symmetric"),

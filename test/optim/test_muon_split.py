@@ -218,14 +218,14 @@ class TestMuonSplit(MuonTestCase):
                 self.assertTrue(torch.equal(buffer, momentum))
 
     def test_momentum_of_another_format_in_the_functional_form(self):
-        """A copy of momentum would start it anew."""
+        """A copy of momentum would start from zero."""
         kernel, other = in_channels_last(randn(0, 8, 6, 3, 3)), randn(1, 8, 6, 3, 3)
         with self.assertRaisesRegex(ValueError, "strides.*momentum"):
             muon([kernel], [kernel], [other], **{**FUNCTIONAL, **FLAT})
 
     def test_keys_that_resemble_options(self):
         matrix, other = make_params((8, 4), (8, 4))
-        # Keys of options, schedulers and frameworks are none.
+        # Options, schedulers and frameworks have these keys.
         group = {"params": [matrix], "split": (4, 4), "initial_lr": 1, "lr_scale": 1}
         for key, option in (None, None), ("flaten", "flatten"), ("nestrov", "nesterov"):
             with warnings.catch_warnings(record=True) as caught:

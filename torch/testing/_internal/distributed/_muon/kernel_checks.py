@@ -40,7 +40,7 @@ MOMENTA = 0.75, 0.5, 0.25, 0.0
 # The factors of a parameter and of its update. The product with the second one is exact.
 FACTORS = 0.8125, -0.25
 # The distance of each form of Newton-Schulz from the exact polynomial. Iterates and Gram matrices have the 11 bits of
-# float16, and a step multiplies small singular values by 3.4. Of all shapes below and six seeds, the largest distances
+# float16, and a step multiplies small singular values by 3.4. The largest distances of all shapes below and six seeds
 # were 0.0020 and 0.0052. The default's products in bfloat16, of 8 bits, had 0.005 to 0.019.
 MOST = {"symmetric": 0.003, "gram": 0.007}
 # Shapes of factors; how many of the tiles on and above the diagonal are made by one program each, and by how many
@@ -55,7 +55,7 @@ CUTS = [
     ((40, 21), 5, 2),
     ((33, 17), 0, 2),
     ((1, 8), 1, 1),
-    # Parts with four, four and two loads. Then a part without a load.
+    # Parts with four, four and two loads. The last part of the next one has no load.
     ((16, 160), 0, 3),
     ((16, 40), 0, 4),
     # Batches. The cut begins in the last matrix, or in the first one.
@@ -143,7 +143,7 @@ class KernelsTestCase(MuonTestCase):
 
 class TestProducts(KernelsTestCase):
     def test_tiles_above_the_diagonal(self):
-        """Of a matrix of a thousand rows of tiles, which has 128,000 rows; column by column."""
+        """A matrix of a thousand rows of tiles has 128,000 rows. Tiles are counted column by column."""
         columns, rows = torch.tril_indices(1000, 1000).int()
         found_rows, found_columns = torch.empty_like(rows), torch.empty_like(rows)
         programs = triton.cdiv(len(rows), 4096)
