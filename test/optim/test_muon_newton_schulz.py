@@ -59,12 +59,8 @@ class TestAlgorithms(TestCase):
         self.assertEqual(nbytes, [1568, 288])
 
     def test_published_coefficients(self):
-        u, v = (
-            torch.linalg.qr(torch.randn(n, 20, dtype=torch.float64))[0]
-            for n in (24, 32)
-        )
         values = torch.logspace(-2, 0, 20, dtype=torch.float64)
-        matrix = u @ torch.diag(values) @ v.T / values.norm()
+        matrix = (values / values.norm()).diag()
         # How far from 1 singular values of at least 0.01 end, in exact arithmetic.
         for name, most in (
             ("CUBIC", 0.4),
@@ -75,7 +71,7 @@ class TestAlgorithms(TestCase):
                 preset = getattr(public_module, name)
                 self.assertEqual(len(preset["ns_coefficients"]), preset["ns_steps"])
                 found = newton_schulz(matrix, **preset, eps=1e-7)
-                distance = (torch.linalg.svdvals(found)[:20] - 1).abs().max()
+                distance = (found.diagonal() - 1).abs().max()
                 self.assertLess(distance, most)
 
     def test_cubic(self):
