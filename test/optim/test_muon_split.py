@@ -253,8 +253,6 @@ class TestBatches(MuonTestCase):
         auto, stacks = {"distributed_config": "auto"}, {"allow_batched_matrices": True}
         for tensors, options, expected in (
             ([torch.ones(3, 4), make_meta(3, 4)], {"foreach": True}, []),
-            # On a CPU, fused has no kernels.
-            (torch.ones(2, 3, 4), {"fused": True}, []),
             # Accelerators batch the matrices of a stack, and CPUs do not.
             ([torch.ones(2, 3, 4)], stacks, []),
             ([make_meta(2, 3, 5)], stacks, [(2, 3, 5)]),
