@@ -107,10 +107,6 @@ MODELS = {
         tree({"lm_head": linear(), "classifier": {"up": linear()}, "last": linear()}),
         {"lm_head.weight": HEAD, "classifier.up.weight": HEAD, "last.weight": HEAD},
     ),
-    "names of heads in blocks": (
-        tree([{"head": linear(), "output": {"dense": linear()}}]),
-        {},
-    ),
     # The method of transformers' models.
     "get_output_embeddings": (
         telling(
@@ -126,6 +122,8 @@ MODELS = {
                 {"one": linear(1), "conv": nn.Conv2d(4, 2, 3), "norm": nn.RMSNorm(8)},
                 {"up": parametrizations.weight_norm(linear())},
                 {"cell": nn.GRUCell(8, 8, bias=False), "up": linear()},
+                # In a block, these are no heads of the model.
+                {"head": linear(), "output": {"dense": linear()}},
                 # An embedding of another package.
                 telling(bare({"weight": (20, 8)}), num_embeddings=20),
             ]
@@ -140,7 +138,7 @@ MODELS = {
             "2.up.parametrizations.weight.original0": VECTOR,
             "3.cell.weight_ih": "recurrent",
             "3.cell.weight_hh": "recurrent",
-            "4.weight": EMBEDDING,
+            "5.weight": EMBEDDING,
         },
     ),
     "bare parameters": (
