@@ -1,140 +1,105 @@
 # Owner(s): ["module: optimizer"]
-"""The imports within torch/optim/_muon_engine, read from the source: they go one way, types included."""
+"""The imports within torch/optim, read from the source: they go one way, types included."""
 
 import ast
 import importlib.util
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch.optim
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-FOLDER = Path(torch.optim.__file__).parent / "_muon_engine"
-ENGINE = "torch.optim._muon_engine"
-# The rules about models. They may read what the layouts know of parameters.
-MODELS = "torch.optim._muon_models"
-# The modules of the engine. Each may import those before it.
-ORDER = [
-    "config",
-    "process_groups",
-    "regions",
-    "flights",
-    "agreement",
-    "local",
-    "fsdp2",
-    "fsdp1",
-    "tp_dims",
-    "joins",
-    "dtensors",
-    "groups",
-    "fitting",
-    "round_trip",
-    "plan",
-    "factory",
-    "params",
-    "statuses",
-    "step",
-    "functions",
-    "engine",
-]
+FOLDER = Path(torch.optim.__file__).parent
+# The modules of the engine, and the rules about models. Each may import those before it.
+ORDER = {
+    "_muon_engine": [
+        "config",
+        "process_groups",
+        "regions",
+        "flights",
+        "agreement",
+        "local",
+        "fsdp2",
+        "fsdp1",
+        "tp_dims",
+        "joins",
+        "dtensors",
+        "groups",
+        "fitting",
+        "round_trip",
+        "plan",
+        "factory",
+        "params",
+        "statuses",
+        "step",
+        "functions",
+        "engine",
+    ],
+    "_muon_models": ["layers", "splits", "partition"],
+}
+# The rules about models may import these modules of the engine, which know parameters of layouts.
+OF_LAYOUTS = {"fsdp1", "fsdp2", "process_groups"}
 # Names that only the readers may know, and what looks at single tensors.
 OF_FRAMEWORKS = {"DTensor", "FlatParameter", "_fsdp_flattened", "device_mesh"}
 READERS = {"local", "fsdp2", "fsdp1", "tp_dims", "dtensors", "groups"}
 READERS |= {"fitting", "round_trip", "factory"}
 
 
-def modules(root=ENGINE):
-    """Module of the package ``root`` -> its syntax tree."""
-    folder = FOLDER.with_name(root.rpartition(".")[2])
-    return {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+def tree_of(name):
+    return ast.parse((FOLDER / f"{name}.py").read_text())
 
 
-def imports_of(tree, package="torch.optim"):
-    """The names that a file of ``package`` imports, inside functions and for type checkers too."""
+def imports_in(nodes, package=""):
+    """The modules of torch that some nodes of a file import: those in torch.optim by their names in it."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            base = importlib.util.resolve_name(base, package)
+            base = importlib.util.resolve_name(base, f"torch.optim{package}")
             # A name after "import" may be a module, too.
             found.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
-    return found
+    return {name.removeprefix("torch.optim.") for name in found}
 
 
 class TestMuonImports(TestCase):
     def test_imports_go_one_way(self):
-        known = modules()
-        self.assertEqual({*known}, {*ORDER, "__init__"})
-        for number, name in enumerate(ORDER):
-            imports = imports_of(known[name], ENGINE)
-            above = ("torch.optim._muon.", "torch.optim.muon", MODELS)
-            upwards = [each for each in imports if f"{each}.".startswith(above)]
-            self.assertEqual(upwards, [], name)
-            later = {f"{ENGINE}.{other}" for other in ORDER[number:]}
-            self.assertEqual(imports & later, set(), name)
+        earlier = set()
+        for package, names in ORDER.items():
+            found = {path.stem for path in (FOLDER / package).glob("*.py")}
+            self.assertEqual(found - {"__init__"}, {*names})
+            for name in names:
+                nodes = ast.walk(tree_of(f"{package}/{name}"))
+                imports = imports_in(nodes, f".{package}")
+                self.assertFalse(imports & {"_muon", "muon"}, name)
+                inner = {
+                    i
+                    for i in imports
+                    if i.startswith(("_muon_engine.", "_muon_models."))
+                }
+                modules = {".".join(i.split(".")[:2]) for i in inner}
+                self.assertLessEqual(modules, earlier, name)
+                earlier.add(f"{package}.{name}")
+            earlier = {f"_muon_engine.{name}" for name in OF_LAYOUTS}
 
-    def test_only_functions_of_muon_import_the_rules_about_models(self):
-        for path in FOLDER.parent.glob("*muon*.py"):
-            tree = ast.parse(path.read_text())
-            importers = {
-                getattr(node, "name", "")
-                for node in tree.body
-                if any(name.startswith(MODELS) for name in imports_of(node))
-            }
-            expected = set()
-            if path.name == "muon.py":
-                expected = {"partition_named_parameters", "split_of"}
-            self.assertEqual(importers, expected, path.name)
-
-    def test_rules_about_models_import_one_way(self):
-        graph = {}
-        allowed = (MODELS, "torch.optim._muon_split", f"{ENGINE}.fsdp")
-        allowed += (f"{ENGINE}.process_groups",)
-        for name, tree in modules(MODELS).items():
-            imports = imports_of(tree, MODELS)
-            ours = {found for found in imports if found.startswith("torch.optim")}
-            ours -= {"torch.optim", ENGINE}
-            self.assertEqual([i for i in ours if not i.startswith(allowed)], [], name)
-            graph[f"{MODELS}.{name}"] = {i for i in imports if i.startswith(MODELS)}
-        # Raises if there is a circle.
-        TopologicalSorter(graph).prepare()
-
-    def test_orthogonalization_stands_alone(self):
-        """Its imports go one way. Muon's kernels are the only ones of Muon."""
-        graph = {}
-        for path in FOLDER.parent.glob("_newton_schulz*.py"):
-            imports = imports_of(ast.parse(path.read_text()))
-            graph[f"torch.optim.{path.stem}"] = imports
-            of_muon = [name for name in imports if "muon" in name.lower()]
-            allowed = "torch.optim._muon_kernels"
-            self.assertEqual([n for n in of_muon if not n.startswith(allowed)], [])
-        TopologicalSorter(graph).prepare()
-
-    def test_torch_optim_loads_nothing_distributed(self):
-        """Factories, and a Muon with a config, import what they need."""
-        config = f"{ENGINE}.config"
+    def test_importing_torch_optim_loads_nothing_distributed(self):
+        """Factories, and a Muon with a config, import what they need. Newton-Schulz needs no Muon."""
+        above = "torch.distributed", "_muon_engine.", "_muon_models"
         for name in ("_muon", "_newton_schulz", "muon", "_muon_engine/config"):
-            with self.subTest(name=name):
-                tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
-                kinds = ast.Import, ast.ImportFrom
-                loaded = [node for node in tree.body if isinstance(node, kinds)]
-                for found in imports_of(ast.Module(loaded, [])):
-                    if not found.startswith(config):
-                        pattern = r"torch\.distributed|torch\.optim\._muon_engine\."
-                        self.assertNotRegex(found, pattern)
+            imports = imports_in(tree_of(name).body) - {"_muon_engine.config"}
+            for found in imports:
+                is_config = found.startswith("_muon_engine.config.")
+                self.assertTrue(is_config or not found.startswith(above), name)
+        for found in imports_in(ast.walk(tree_of("_newton_schulz"))):
+            self.assertNotIn("muon", found)
 
     def test_only_readers_know_frameworks(self):
-        for name, tree in modules().items():
-            used = {
-                getattr(node, key, "")
-                for node in ast.walk(tree)
-                for key in ("id", "attr", "name")
-            }
-            if name not in READERS:
-                self.assertFalse(used & OF_FRAMEWORKS, name)
+        for name in {*ORDER["_muon_engine"]} - READERS:
+            for node in ast.walk(tree_of(f"_muon_engine/{name}")):
+                for key in ("id", "attr", "name"):
+                    used = getattr(node, key, "")
+                    self.assertNotIn(used, OF_FRAMEWORKS, name)
 
 
 if __name__ == "__main__":

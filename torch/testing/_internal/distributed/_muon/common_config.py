@@ -25,8 +25,8 @@ FUNCTIONAL = {
 }
 
 
-# The order of additions may change this part of an update's norm, as Newton-Schulz in bfloat16 amplifies
-# rounding. ``test_order_of_additions`` measures it on a CPU: median 0, 99 % below 1.5 %, at most 4.4 %.
+# The order of additions may change this part of an update's norm, as Newton-Schulz in bfloat16 amplifies rounding. On
+# a CPU, batches and turned matrices had a median of 0, 99 % below 1.5 %, and at most 4.4 %.
 ROUNDING = 0.1
 
 

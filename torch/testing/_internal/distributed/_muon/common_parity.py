@@ -89,7 +89,9 @@ def on(
 def several_meshes(shapes: Shapes) -> Placed:
     """One matrix after another on several meshes, some with the same groups; and one that each rank has for itself."""
     descending = DeviceMesh("cpu", ranks_of(grid(1))[::-1])
-    of_all = [DeviceMesh("cpu", ranks_of(grid(1)), mesh_dim_names=(x,)) for x in "uvwxyz"]
+    of_all = [
+        DeviceMesh("cpu", ranks_of(grid(1)), mesh_dim_names=(x,)) for x in "uvwxyz"
+    ]
     meshes = [
         (grid(2), (S1, S0)),
         (grid(1), (R,)),
