@@ -75,18 +75,18 @@ def _memory(engine: Any) -> int:
     live = most = 0
     for phase, index in plan.operations:
         bucket = plan.buckets[index]
-        sent = sum(bucket.exchange.send_sizes)
-        packed = sent + sum(bucket.exchange.receive_sizes)
+        held = sum(bucket.exchange.send_sizes)
         received = 0
         for of_round in bucket.rounds[:ROUNDS_IN_FLIGHT]:
             received += sum(move.region.numel for move in of_round.incoming)
         if bucket.rounds:
-            packed += sum(move.region.numel for move in bucket.kept)
+            held += sum(move.region.numel for move in bucket.kept)
+        packed = held + sum(bucket.exchange.receive_sizes)
         # Regions are blended and updated in the dtype of parameters.
         working = 0
         dtype = plan.matrices[bucket.matrices[0]].dtype
         if dtype != NS_DTYPE:
-            working = min(TOGETHER_BYTES, (sent + received) * dtype.itemsize)
+            working = min(TOGETHER_BYTES, (held + received) * dtype.itemsize)
         if phase is Phase.GATHER:
             live += packed * itemsize
         elif phase is Phase.COMPUTE:

@@ -220,11 +220,8 @@ def plans(draw):
     limits = {
         "MAX_BUCKETS": draw(st.integers(1, 4)),
         "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
+        "ROUND_BYTES": draw(one_of(2**20, 40, 200)),
     }
-    if all(matrix.dtype.itemsize > 2 for matrix in placed):
-        # A CPU rounds pieces of 16-bit matrices in another way than the whole. So replicas differ, which an engine that
-        # is built again refuses.
-        limits["ROUND_BYTES"] = draw(one_of(2**20, 40, 200))
     return Plan(
         config,
         tuple(placed),

@@ -55,7 +55,8 @@ class Round(NamedTuple):
     start: int
     # Rank -> the elements of its piece, of those that send one.
     sizes: dict[int, int]
-    # The pieces of other rows, in the order of the column.
+    # This rank's piece, and those of other rows, in the order of the column.
+    outgoing: list[Move]
     incoming: list[Move]
 
 
@@ -443,13 +444,14 @@ def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:
         start = 0
         for number in range(max(map(len, pieces_of.values()))):
             sizes: dict[int, int] = {}
+            outgoing: list[Move] = []
             incoming: list[Move] = []
             for peer, pieces in pieces_of.items():
                 if number < len(pieces):
                     sizes[peer] = sum(move.region.numel for move in pieces[number])
-                    if peer != rank:
-                        incoming += pieces[number]
-            rounds.append(Round(start, sizes, incoming))
+                    moves = outgoing if peer == rank else incoming
+                    moves += pieces[number]
+            rounds.append(Round(start, sizes, outgoing, incoming))
             start += sizes.get(rank, 0)
     return rounds
 

@@ -174,22 +174,22 @@ class RoundFlight(InFlight):
         self.planned = planned
         self._name, self._column = f"forwarding of {bucket.name}", bucket.bucket.column
         self._group, self._rank, self._device = group, rank, device
-        # The updates of other rows.
-        self.received = torch.empty(0)
+        # A piece of the updates that this rank has, and the updates of other rows.
+        self.sent = self.received = torch.empty(0)
 
     def start(self, held: Tensor) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
         sizes = dict(self.planned.sizes)
-        own = held.narrow(0, self.planned.start, sizes.pop(self._rank, 0))
+        self.sent = held.narrow(0, self.planned.start, sizes.pop(self._rank, 0))
         numels = [*sizes.values()]
         self.received = held.new_empty(sum(numels))
         piece_of = dict(zip(sizes, self.received.split(numels)))
-        piece_of[self._rank] = own
-        nothing = own[:0]
+        piece_of[self._rank] = self.sent
+        nothing = self.sent[:0]
         pieces = [piece_of.get(peer, nothing) for peer in self._column]
         if self._device.type != "cpu":
             # One call, which NCCL makes as a group of broadcasts.
-            start = partial(_all_gather, self._group, own)
+            start = partial(_all_gather, self._group, self.sent)
             self.launch(self._name, self._column, start, *pieces)
             return
         # Gloo has no all-gather of different sizes.
@@ -199,6 +199,9 @@ class RoundFlight(InFlight):
                     dist.broadcast, src=peer, group=self._group, async_op=True
                 )
                 self.launch(self._name, self._column, start, piece)
+
+    def free_memory(self) -> None:
+        self.sent = self.received = torch.empty(0)
 
 
 def _all_gather(
@@ -401,7 +404,8 @@ class PackedStep(Runner):
         inputs: StepInputs,
     ) -> None:
         """Puts matrices together out of this rank's ``own`` regions and those that it has ``received``, orthogonalizes them,
-        and cuts the updates into regions: those of other ranks go where the momentum was, and its own are applied.
+        and cuts the updates into regions: those of other ranks go where the momentum was, and its own are applied, or kept
+        for the rounds.
         """
         first = self._plan.matrices[batch[0]]
         wholes = torch.empty(
@@ -427,21 +431,26 @@ class PackedStep(Runner):
         _copy(packed, regions)
         if kept:
             _copy(kept, own_regions)
-        # Here and not with the updates that arrive, because the next batch needs the memory.
-        self._apply(moves, own_regions, inputs)
+        else:
+            # Here and not with the updates that arrive, because the next batch needs the memory.
+            self._apply(moves, own_regions, inputs)
 
     def _apply_updates(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Applies the updates that this rank receives: those of the other rows, and those of its own."""
         self._wait(flight, "scatter")
+        outgoing = flight.bucket.exchange.outgoing
+        if not flight.rounds:
+            self._apply(outgoing, _views(flight.sent, outgoing), inputs)
+        # Ranks with the same shard apply its updates in the same pieces, because a CPU may round the last elements of a
+        # bfloat16 tensor otherwise.
         for number, of_round in enumerate(flight.rounds):
             self._wait(of_round, "updates of replicas")
-            incoming = of_round.planned.incoming
-            self._apply(incoming, _views(of_round.received, incoming), inputs)
-            of_round.received = torch.empty(0)
+            planned = of_round.planned
+            updates = _views(of_round.sent, planned.outgoing)
+            updates += _views(of_round.received, planned.incoming)
+            self._apply(planned.outgoing + planned.incoming, updates, inputs)
+            of_round.free_memory()
             flight.start_rounds(number + ROUNDS_IN_FLIGHT, 1)
-        # After the rounds, which send them.
-        outgoing = flight.bucket.exchange.outgoing
-        self._apply(outgoing, _views(flight.sent, outgoing), inputs)
         flight.free_memory()
 
     def _blend(
@@ -596,7 +605,7 @@ class PackedStep(Runner):
                 for number, of_round in enumerate(flight.rounds):
                     flight.start_rounds(number, 1)
                     self._finish(of_round)
-                    of_round.received = torch.empty(0)
+                    of_round.free_memory()
                 flight.free_memory()
         except BaseException:
             self.drain()
