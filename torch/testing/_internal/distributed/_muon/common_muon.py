@@ -19,7 +19,6 @@ import unittest
 import warnings
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import is_near, randn
 
 
@@ -52,50 +52,6 @@ def device() -> torch.device:
     return _device
 
 
-def tell_bad_fork(sender: Any) -> None:
-    sender.send(torch.cuda._is_in_bad_fork())
-
-
-def forks_may_use_gpus() -> bool:
-    """Whether CUDA starts in the forks of a server that has imported this module.
-
-    It refuses if an import has asked it for devices. The server asks NVML instead, which may be missing.
-    """
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=tell_bad_fork, args=(sender,))
-    process.start()
-    is_bad = receiver.recv()
-    process.join()
-    return not is_bad
-
-
-@functools.cache
-def process_type() -> Any:
-    """The class of the processes of OnGPUs.
-
-    A fork of a server that has imported torch starts in a tenth of the time that a spawned process takes. Without
-    GPUs, the processes only say so.
-    """
-    has_server = "forkserver" in torch.multiprocessing.get_all_start_methods()
-    if has_server and (forks_may_use_gpus() or not torch.cuda.is_available()):
-        return torch.multiprocessing.get_context("forkserver").Process
-    return torch.multiprocessing.get_context("spawn").Process
-
-
-def with_process_group(test: Callable) -> Callable:
-    """Gives the rank of a test of OnGPUs its GPU and a process group."""
-
-    @functools.wraps(test)
-    def wrapper(case: OnGPUs) -> None:
-        case.init_process_group()
-        test(case)
-
-    return wrapper
-
-
 class OnGPUs:
     """To be put before MultiProcessTestCase: each rank has a GPU, and NCCL connects them.
 
@@ -106,24 +62,16 @@ class OnGPUs:
     # Where there are fewer, a test starts no process.
     gpus: int
     backend = "nccl"
-    # A test that takes longer is ended and fails, with the traces of its ranks. The other tests run.
-    seconds = 60
+    recorder = contextlib.nullcontext
 
     def setUp(self) -> None:
         super().setUp()
         if torch.cuda.device_count() < self.gpus:
             self.skipTest(f"Need at least {self.gpus} CUDA devices")
-        self._spawn_processes()
+        # CUDA does not start in the fork of a process that has asked it for devices.
+        self._start_processes(torch.multiprocessing.get_context("spawn").Process)
 
-    def _spawn_processes(self) -> None:
-        self._start_processes(process_type())
-
-    def _join_processes(self, fn: Callable) -> None:
-        limit = {self._current_test_name(): self.seconds}
-        with mock.patch.dict(common_distributed.TIMEOUT_OVERRIDE, limit):
-            super()._join_processes(fn)
-
-    def init_process_group(self) -> None:
+    def run_test(self, *args: Any) -> None:
         global _device
         _device = torch.device("cuda", self.rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)
@@ -133,8 +81,9 @@ class OnGPUs:
             world_size=self.world_size,
             store=dist.FileStore(self.file_name, self.world_size),
             # Before the test is ended: the error of a collective says more than a trace.
-            timeout=timedelta(seconds=0.7 * self.seconds),
+            timeout=timedelta(seconds=0.7 * common_distributed.TIMEOUT_DEFAULT),
         )
+        super().run_test(*args)
 
 
 class Spec(NamedTuple):
@@ -511,14 +460,6 @@ class ParityAssertions:
             problems.append(traceback.format_exc())
         self.assertEverywhere(problems, message)
 
-    def outcome(self, call: Callable[[], object]) -> tuple[str, str] | None:
-        """The type and text of the error that ``call`` raises on this rank."""
-        try:
-            call()
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
-
     def assertRaisesEverywhere(
         self, call, kind=ValueError, pattern="", ranks=None
     ) -> None:
@@ -555,6 +496,7 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
 
     world_size = 4
     timeout = timedelta(seconds=60)
+    recorder = Recorder
 
     def setUp(self) -> None:
         cls = type(self)

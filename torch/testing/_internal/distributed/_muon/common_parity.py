@@ -22,6 +22,7 @@ from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     as_on_an_accelerator,
     Cut,
+    device,
     everyone,
     grid_of,
     local,
@@ -72,29 +73,39 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return mesh.mesh.flatten().tolist()
 
 
-def on(
-    mesh: DeviceMesh, *placements: Any, gradients: Any = None
-) -> Callable[[Shapes], Placed]:
-    """DTensors on one mesh."""
+def on(dims: int, *placements: Any, **options: Any) -> Callable[[Shapes], Placed]:
+    """DTensors on the mesh of all ranks with so many dimensions."""
+    return lambda shapes: on_mesh(grid(dims), placements, shapes, **options)
 
-    def place(shapes: Shapes) -> Placed:
-        matrices = []
-        for shape in shapes:
-            matrices.append(Spec(shape, mesh, placements, gradients=gradients))
-        return Placed(matrices, [ranks_of(mesh)] * len(shapes), create_dtensor_config)
 
-    return place
+def on_mesh(
+    mesh: DeviceMesh, placements: Any, shapes: Shapes, gradients: Any = None
+) -> Placed:
+    matrices = []
+    for shape in shapes:
+        matrices.append(Spec(shape, mesh, placements, gradients=gradients))
+    return Placed(matrices, [ranks_of(mesh)] * len(shapes), create_dtensor_config)
+
+
+def descending(shapes: Shapes) -> Placed:
+    return on_mesh(DeviceMesh(device().type, ranks_of(grid(1))[::-1]), (S0,), shapes)
+
+
+def strided(shapes: Shapes) -> Placed:
+    """FSDP2 over TP."""
+    outer = _StridedShard(0, split_factor=grid(2).size(1))
+    return on_mesh(grid(2), (outer, S0), shapes)
 
 
 def several_meshes(shapes: Shapes) -> Placed:
     """One matrix after another on several meshes, some with the same groups; and one that each rank has for itself."""
-    descending = DeviceMesh("cpu", ranks_of(grid(1))[::-1])
-    of_all = [DeviceMesh("cpu", ranks_of(grid(1)), mesh_dim_names=(x,)) for x in "uvwxyz"]
+    ranks = ranks_of(grid(1))
+    of_all = [DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name in "uvwxyz"]
     meshes = [
         (grid(2), (S1, S0)),
         (grid(1), (R,)),
         (grid(2)["a"], (S0,)),
-        (descending, (S1,)),
+        (DeviceMesh("cpu", ranks[::-1]), (S1,)),
         (grid(2)["b"], (R,)),
         *((mesh, (R,)) for mesh in of_all),
     ]
@@ -107,7 +118,9 @@ def several_meshes(shapes: Shapes) -> Placed:
 
 
 def cut(
-    *kinds: str, how: str = "chunk", tp_dims: Sequence[int | None] = (0, 1, None)
+    *kinds: str,
+    how: str = "chunk",
+    tp_dims: Sequence[int | None] = (0, 1, None, -1, -2),
 ) -> Callable[[Shapes], Placed]:
     """Pieces that are cut by hand along the groups of one mesh."""
 
@@ -147,8 +160,9 @@ def cut_in_rows(
 
 
 def dense_and_experts(shapes: Shapes) -> Placed:
-    """A matrix that all ranks share, and experts, each of which a column of the mesh shares."""
+    """A matrix that all ranks share, and experts, each of which a column of the mesh shares. One column has fewer."""
     expert = grid(2).get_local_rank("b")
+    shapes = shapes[: len(shapes) - expert % 2]
     config = functools.partial(
         create_auto_config,
         ddp_process_group=dist.group.WORLD,
@@ -165,7 +179,7 @@ def dense_and_experts(shapes: Shapes) -> Placed:
 def cut_and_dtensors(shapes: Shapes) -> Placed:
     """Pieces that are cut by hand, and DTensors over the same ranks."""
     by_hand = cut("fsdp", "tp", tp_dims=(1,))(shapes)
-    dtensors = on(grid(2), S0, S1)(shapes)
+    dtensors = on(2, S0, S1)(shapes)
     matrices = by_hand.matrices + dtensors.matrices
     return by_hand._replace(
         matrices=matrices, holders=by_hand.holders + dtensors.holders
@@ -180,21 +194,21 @@ def replicas_by_group(shapes: Shapes) -> Placed:
 
 
 LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
-    "rows": lambda shapes: on(grid(1), S0)(shapes),
-    "columns": lambda shapes: on(grid(1), S1)(shapes),
-    "replicas": lambda shapes: on(grid(1), R)(shapes),
-    "replicas_with_summed_gradients": lambda shapes: on(grid(1), R, gradients=(P,))(shapes),
-    "descending_ranks": lambda shapes: on(DeviceMesh("cpu", ranks_of(grid(1))[::-1]), S0)(shapes),
-    "part_of_the_mesh": lambda shapes: on(grid(2)["a"], S0)(shapes),
-    "rows_and_columns": lambda shapes: on(grid(2), S0, S1)(shapes),
-    "hsdp": lambda shapes: on(grid(2), R, S0)(shapes),
-    "fsdp2_over_tp": lambda shapes: on(grid(2), _StridedShard(0, split_factor=grid(2).size(1)), S0)(shapes),
-    "sums": lambda shapes: on(grid(1), P)(shapes),
-    "sums_of_rows": lambda shapes: on(grid(2), P, S0)(shapes),
-    "columns_of_sums": lambda shapes: on(grid(2), S1, P)(shapes),
-    "three_dimensions": lambda shapes: on(grid(3), R, S0, S1)(shapes),
-    "four_dimensions": lambda shapes: on(grid(4), S1, S0, R, S1)(shapes),
-    "each_kind_of_placement": lambda shapes: on(grid(3), P, S0, R)(shapes),
+    "rows": on(1, S0),
+    "columns": on(1, S1),
+    "replicas": on(1, R),
+    "replicas_with_summed_gradients": on(1, R, gradients=(P,)),
+    "descending_ranks": descending,
+    "part_of_the_mesh": lambda shapes: on_mesh(grid(2)["a"], (S0,), shapes),
+    "rows_and_columns": on(2, S0, S1),
+    "hsdp": on(2, R, S0),
+    "fsdp2_over_tp": strided,
+    "sums": on(1, P),
+    "sums_of_rows": on(2, P, S0),
+    "columns_of_sums": on(2, S1, P),
+    "three_dimensions": on(3, R, S0, S1),
+    "four_dimensions": on(4, S1, S0, R, S1),
+    "each_kind_of_placement": on(3, P, S0, R),
     "several_meshes": several_meshes,
     "fsdp": cut("fsdp"),
     "fsdp_on_the_last_rank": cut("fsdp", how="last"),
@@ -242,8 +256,8 @@ SECOND_GROUP = [None, 0.3]
 # Which of the parameters have no gradient in the second step.
 MISSING = [slice(0), slice(0, 1), slice(1, None), slice(None)]
 OWNERS = ["chosen by Muon", "chosen by the user"]
-# After the first step.
-DEVICES = ["a CPU", "as on an accelerator"]
+# After the first step, or in the third one.
+PLACES = ["a CPU", "as on an accelerator", "under autocast"]
 
 
 class Cell(NamedTuple):
@@ -259,10 +273,10 @@ class Cell(NamedTuple):
     algorithm: str = ALGORITHMS[0]
     second_group: float | None = None
     owners: str = OWNERS[0]
-    device: str = DEVICES[0]
+    place: str = PLACES[0]
 
 
-COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, DEVICES)  # fmt: skip
+COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, PLACES)  # fmt: skip
 CELLS_OF_A_LAYOUT = 6
 # With this one, any two options are together in a cell.
 SEED = 0
@@ -296,8 +310,8 @@ def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
         config = dataclasses.replace(config, assign_fn=assigning(placed.holders))
     every = range(len(matrices))
     groups = [(every, form)]
-    if cell.second_group is not None:
-        half = len(matrices) // 2
+    half = max(1, len(matrices) // 2)
+    if cell.second_group is not None and half < len(matrices):
         second = {**form, "lr": cell.second_group}
         groups = [(every[:half], form), (every[half:], second)]
     twins = Twins(
@@ -329,7 +343,7 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
         twins, placed = make_twins(layout, cell)
         twins.step()
         case.assertParity(twins, "step 1")
-        if cell.device != DEVICES[0]:
+        if cell.place == "as on an accelerator":
             as_on_an_accelerator(twins.optimizer)
         # It takes batches apart, which are rounded otherwise.
         with NewtonSchulzCalls():
@@ -338,7 +352,9 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
         twins.set_gradients()
         with NewtonSchulzCalls():
             twins.single.step()
-        with NewtonSchulzCalls() as calls, case.recorder() as seen:
+        is_autocast = cell.place == "under autocast"
+        autocast = torch.autocast("cpu", torch.float16, enabled=is_autocast)
+        with NewtonSchulzCalls() as calls, case.recorder() as seen, autocast:
             twins.optimizer.step()
         case.assertParity(twins, "step 3")
         check_computed_once(case, twins, placed, len(calls.shapes))
