@@ -40,18 +40,14 @@ if TYPE_CHECKING:
 
 P = Partial()
 WORLDS = (1, 2, 4, 8)
-# World size -> the sizes of a mesh of all ranks, by its number of dimensions.
-GRIDS = {
-    1: {1: (1,), 2: (1, 1), 3: (1, 1, 1), 4: (1, 1, 1, 1)},
-    2: {1: (2,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 2, 1, 1)},
-    4: {1: (4,), 2: (2, 2), 3: (2, 1, 2), 4: (1, 2, 2, 1)},
-    8: {1: (8,), 2: (4, 2), 3: (2, 2, 2), 4: (1, 2, 2, 2)},
-    32: {1: (32,), 2: (8, 4), 3: (4, 2, 4), 4: (2, 2, 4, 2)},
-}
 
 
-def grid(dims: int) -> DeviceMesh:
-    return grid_of(*GRIDS[dist.get_world_size()][dims])
+def grid(dims):
+    """A mesh of all ranks, a power of two, as square as it can be."""
+    sizes = [1] * dims
+    for number in range(dist.get_world_size().bit_length() - 1):
+        sizes[number % dims] *= 2
+    return grid_of(*sizes)
 
 
 class Placed(NamedTuple):
@@ -69,35 +65,33 @@ class Placed(NamedTuple):
 Shapes = list[tuple[int, ...]]
 
 
-def ranks_of(mesh: DeviceMesh) -> list[int]:
+def ranks_of(mesh):
     return mesh.mesh.flatten().tolist()
 
 
-def on(dims: int, *placements: Any, **options: Any) -> Callable[[Shapes], Placed]:
+def on(dims, *placements, **options):
     """DTensors on the mesh of all ranks with so many dimensions."""
     return lambda shapes: on_mesh(grid(dims), placements, shapes, **options)
 
 
-def on_mesh(
-    mesh: DeviceMesh, placements: Any, shapes: Shapes, gradients: Any = None
-) -> Placed:
+def on_mesh(mesh, placements, shapes, gradients=None):
     matrices = []
     for shape in shapes:
         matrices.append(Spec(shape, mesh, placements, gradients=gradients))
     return Placed(matrices, [ranks_of(mesh)] * len(shapes), create_dtensor_config)
 
 
-def descending(shapes: Shapes) -> Placed:
+def descending(shapes):
     return on_mesh(DeviceMesh(device().type, ranks_of(grid(1))[::-1]), (S0,), shapes)
 
 
-def strided(shapes: Shapes) -> Placed:
+def strided(shapes):
     """FSDP2 over TP."""
     outer = _StridedShard(0, split_factor=grid(2).size(1))
     return on_mesh(grid(2), (outer, S0), shapes)
 
 
-def several_meshes(shapes: Shapes) -> Placed:
+def several_meshes(shapes):
     """One matrix after another on several meshes, some with the same groups; and one that each rank has for itself."""
     ranks = ranks_of(grid(1))
     of_all = [DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name in "uvwxyz"]
@@ -118,13 +112,13 @@ def several_meshes(shapes: Shapes) -> Placed:
 
 
 def cut(
-    *kinds: str,
-    how: str = "chunk",
-    tp_dims: Sequence[int | None] = (0, 1, None, -1, -2),
-) -> Callable[[Shapes], Placed]:
+    *kinds,
+    how="chunk",
+    tp_dims=(0, 1, None, -1, -2),
+):
     """Pieces that are cut by hand along the groups of one mesh."""
 
-    def place(shapes: Shapes) -> Placed:
+    def place(shapes):
         strategy, options = Strategy(grid(len(kinds)), *kinds), {}
         matrices, cut_dims = [], {}
         for index, shape in enumerate(shapes):
@@ -140,12 +134,10 @@ def cut(
     return place
 
 
-def cut_in_rows(
-    kind: str, divided: str, make_options: Callable[[int, int], dict]
-) -> Callable[[Shapes], Placed]:
+def cut_in_rows(kind, divided, make_options):
     """Ranks of a row of the mesh share matrices over a group of ``kind``. The rows have other ones."""
 
-    def place(shapes: Shapes) -> Placed:
+    def place(shapes):
         row, mesh = grid(2).get_local_rank("a"), grid(2)["b"]
         strategy = Strategy(mesh, kind)
         options = {f"{divided}_process_group": grid(2).get_group("a")}
@@ -159,7 +151,7 @@ def cut_in_rows(
     return place
 
 
-def dense_and_experts(shapes: Shapes) -> Placed:
+def dense_and_experts(shapes):
     """A matrix that all ranks share, and experts, each of which a column of the mesh shares. One column has fewer."""
     expert = grid(2).get_local_rank("b")
     shapes = shapes[: len(shapes) - expert % 2]
@@ -176,7 +168,7 @@ def dense_and_experts(shapes: Shapes) -> Placed:
     return Placed([Cut(shape) for shape in shapes], holders, config, seeds)
 
 
-def cut_and_dtensors(shapes: Shapes) -> Placed:
+def cut_and_dtensors(shapes):
     """Pieces that are cut by hand, and DTensors over the same ranks."""
     by_hand = cut("fsdp", "tp", tp_dims=(1,))(shapes)
     dtensors = on(2, S0, S1)(shapes)
@@ -186,14 +178,14 @@ def cut_and_dtensors(shapes: Shapes) -> Placed:
     )
 
 
-def replicas_by_group(shapes: Shapes) -> Placed:
+def replicas_by_group(shapes):
     """DTensors on a part of the mesh, which a group of the config replicates."""
     matrices = [Spec(shape, grid(2)["b"], (S0,)) for shape in shapes]
     make_config = Strategy(grid(2)["a"], "ddp").config
     return Placed(matrices, [ranks_of(grid(2))] * len(shapes), make_config)
 
 
-LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
+LAYOUTS = {
     "rows": on(1, S0),
     "columns": on(1, S1),
     "replicas": on(1, R),
@@ -227,7 +219,7 @@ LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
 
 
 # The shapes of what is no single matrix, and the options of its parameter group.
-FORMS: list[tuple[Shapes, dict[str, Any]]] = [
+FORMS = [
     ([(8, 8), (7, 5), (3, 9), (16, 4), (1, 8)], {}),
     ([(12, 8), (12, 5)], {"split": (7, 5)}),
     ([(12, 8), (12, 3)], {"split": {"sizes": (2, 1), "repeats": 4}}),
@@ -235,7 +227,7 @@ FORMS: list[tuple[Shapes, dict[str, Any]]] = [
     ([(9, 4, 3), (2, 3, 5)], {"flatten": True}),
     ([(5, 6, 4), (2, 9, 4)], {}),
 ]
-DTYPES: list[dict[str, Any]] = [
+DTYPES = [
     {"dtype": torch.float32},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float64},
@@ -243,13 +235,13 @@ DTYPES: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "grad_dtype": torch.float32},
 ]
 ALGORITHMS = ["quintic", "gram", "symmetric"]
-RULES: list[dict[str, Any]] = [
+RULES = [
     {},
     {"nesterov": False},
     {"adjust_lr_fn": "match_rms_adamw"},
     {"momentum": 0.3, "weight_decay": 0.0},
 ]
-LOOPS: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]  # fmt: skip
+LOOPS = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]  # fmt: skip
 FLAGS = [(True, 1), (False, 1), (True, 0), (False, 0), (True, 2), (False, 2)]
 # The learning rate of a second parameter group, which has half of the parameters.
 SECOND_GROUP = [None, 0.3]
@@ -282,7 +274,7 @@ CELLS_OF_A_LAYOUT = 6
 SEED = 0
 
 
-def cells_of(layout: str) -> list[Cell]:
+def cells_of(layout):
     """A layout has each option in one of its cells."""
     generator = random.Random(f"{SEED} {layout}")
     columns = []
@@ -295,7 +287,7 @@ def cells_of(layout: str) -> list[Cell]:
     return [Cell(*chosen) for chosen in zip(*columns, strict=True)]
 
 
-def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
+def make_twins(layout, cell):
     shapes, form = cell.form
     options: dict[str, Any] = {"lr": 0.1, **cell.rule, **cell.loop}
     is_stack = len(shapes[0]) > 2 and not form
@@ -327,8 +319,8 @@ def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
     return twins, placed
 
 
-def assigning(holders: list[list[int]]) -> Callable:
-    def assign(params: list, state: dict) -> dict[int, list[int]]:
+def assigning(holders):
+    def assign(params, state):
         owners: dict[int, list[int]] = {}
         for index, ranks in enumerate(holders):
             owners.setdefault(ranks[(3 * index + 1) % len(ranks)], []).append(index)
@@ -337,7 +329,7 @@ def assigning(holders: list[list[int]]) -> Callable:
     return assign
 
 
-def check_cell(case: Any, layout: str, cell: Cell) -> None:
+def check_cell(case, layout, cell):
     """Three steps have the bits of one process. The third one computes nothing twice, and sends the least."""
     with case.subTest(layout=layout, **cell._asdict()):
         twins, placed = make_twins(layout, cell)
@@ -364,7 +356,7 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
             case.assertEverywhere(too_much(twins, seen), "bytes")
 
 
-def check_computed_once(case: Any, twins: Twins, placed: Placed, calls: int) -> None:
+def check_computed_once(case, twins, placed, calls):
     (form, *_) = twins.single.param_groups
     own_share = 0.0
     for single, ranks in zip(twins.singles, placed.holders, strict=True):
@@ -375,7 +367,7 @@ def check_computed_once(case: Any, twins: Twins, placed: Placed, calls: int) -> 
     case.assertEqual(sum(count for _, count in shares_and_calls), expected)
 
 
-def too_much(twins: Twins, seen: Recorder) -> list[str]:
+def too_much(twins, seen):
     """Whether this rank receives more than what it lacks of its own matrices, and its pieces of the other ones."""
     rank = dist.get_rank()
     own = twins.optimizer.assignments.get(rank, [])
@@ -396,5 +388,5 @@ def too_much(twins: Twins, seen: Recorder) -> list[str]:
     return [] if received == expected else [f"{received} instead of {expected}"]
 
 
-def param_size(spec: Spec | Cut) -> int:
+def param_size(spec):
     return torch.Size(spec.shape).numel()
