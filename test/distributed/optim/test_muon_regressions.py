@@ -266,9 +266,8 @@ class TestMuonReplaced(common_muon.OnCPU):
                 # No mark counts for what the user leaves out.
                 for param, dim in zip(twins.params, (0, 1, 0 if options else -1)):
                     setattr(param, mark, dim)
-                with self.assertWarnsOnce():
-                    config = strategy.config(**options)
-                    twins.optimizer = Muon(twins.params, distributed_config=config)
+                config = strategy.config(**options)
+                twins.optimizer = Muon(twins.params, distributed_config=config)
                 self.assertTrainsAlike(twins, 1)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 import os
 import re
 import traceback
@@ -146,7 +145,7 @@ def place(tensor, spec):
         return tensor.clone()
     if spec.is_summed:
         return DTensor.from_local(
-            piece_of(_contribution(tensor, spec), spec.without_sums()).clone(),
+            piece_of(_contribution(tensor, spec), spec),
             spec.mesh,
             spec.placements,
             run_check=False,
@@ -184,14 +183,9 @@ def local(tensor):
 
 def piece_of(tensor, spec):
     """This rank's piece of ``tensor``, which every rank has whole."""
-    if isinstance(spec, Cut):
-        return spec.piece(tensor)
-    if spec.mesh is None:
-        return tensor
     if spec.is_summed:
         spec = spec.without_sums()
-    placements = tuple(spec.placements)
-    return tensor.take(_elements(tensor.shape, spec.mesh, placements, dist.get_rank()))
+    return local(place(tensor, spec))
 
 
 def placed(tensor):
@@ -200,21 +194,6 @@ def placed(tensor):
     if isinstance(tensor, DTensor):
         return *stored, tensor.placements, tensor.device_mesh
     return stored
-
-
-@functools.cache
-def _elements(
-    shape,
-    mesh,
-    placements,
-    rank,
-):
-    """Which elements, counted row by row, the piece of ``rank``, this one, consists of. DTensor is asked once.
-
-    Meshes of equal ranks are equal, also in threads that come after each other.
-    """
-    numbers = torch.arange(math.prod(shape), device=device()).reshape(shape)
-    return local(place(numbers, Spec(shape, mesh, placements)))
 
 
 def is_exact():
@@ -230,14 +209,7 @@ def equal(a, b):
     return a.shape == b.shape and torch.allclose(a, b, rtol=step, atol=step)
 
 
-def moved_alike(
-    a,
-    b,
-    steps=1,
-    start=None,
-    piece=lambda whole: whole,
-    summed=False,
-):
+def moved_alike(a, b, steps=1, start=None, piece=lambda whole: whole, summed=False):
     """Whether ``a`` is the ``piece`` of ``b`` after ``steps`` from ``start``.
 
     Bit for bit, but for parameters of 16 bits: ATen's loop over a CPU tensor rounds ``param + alpha * update`` once
@@ -287,16 +259,10 @@ def all_placements(mesh):
     return list(itertools.product((S0, S1, R), repeat=mesh.ndim))
 
 
-def specs(
-    mesh,
-    placements,
-    shapes=SHAPES,
-    dtype=torch.float32,
-):
+def specs(mesh, placements, shapes=SHAPES, dtype=torch.float32):
     """A matrix of each shape for each of ``placements``."""
-    return [
-        Spec(shape, mesh, of_mesh, dtype) for of_mesh in placements for shape in shapes
-    ]
+    every = itertools.product(placements, shapes)
+    return [Spec(shape, mesh, of_mesh, dtype) for of_mesh, shape in every]
 
 
 # Meshes are made once: equal ones with groups of their own get mixed up in DTensor's caches, and
