@@ -129,7 +129,7 @@ def grid_of_columns(case):
 
 
 class Layouts:
-    """Of the table of parity, which has its own classes on a CPU."""
+    """Some rows of the table of parity, which has its own classes on a CPU."""
 
     def test_layouts(self):
         for layout in LAYOUTS:

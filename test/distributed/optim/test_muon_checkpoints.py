@@ -287,7 +287,7 @@ class TestMuonCheckpoints(common_muon.OnCPU):
 
 
 class TestMuonMomentum(common_muon.OnCPU):
-    """What happens to momentum that frameworks replace, move or save."""
+    """Frameworks replace, move or save momentum."""
 
     def test_first_step_without_gradients_of_any_dtype(self):
         """Momentum stayed in the parameter's dtype, and differed from that of one process."""

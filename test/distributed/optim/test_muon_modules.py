@@ -305,7 +305,7 @@ class TestMuonUnsharded(OnCPU):
 
 class TestMuonDescribe(OnCPU):
     def test_owners_and_log(self):
-        """What matters most, with the right number of each noun."""
+        """Each noun has the right number."""
         param = nn.Parameter(
             place(full(0, (64, 32)), Spec((64, 32), mesh_of(4), (S0,)))
         )

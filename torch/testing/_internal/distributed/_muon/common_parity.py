@@ -70,7 +70,7 @@ def ranks_of(mesh):
 
 
 def on(dims, *placements, **options):
-    """DTensors on the mesh of all ranks with so many dimensions."""
+    """DTensors on the mesh of all ranks, which has so many dimensions."""
     return lambda shapes: on_mesh(grid(dims), placements, shapes, **options)
 
 
