@@ -106,6 +106,15 @@ class TestMuonExchange(OnCPU):
                 owners = sorted(Muon(params, **options).matrix_owners)
                 self.assertEqual(owners, [(0, 0), (1, 0)][shard:])
 
+    def test_experts_that_each_rank_numbers_from_zero(self):
+        """Ranks of one ep_process_group never hold replicas of an expert."""
+        world = dist.group.WORLD
+        groups = {"ddp_process_group": world, "ep_process_group": world}
+        config = create_auto_config(**groups, expert_assignments={0: 0})
+        twins = Twins([Cut((6, 4))], config, seed=self.rank)
+        self.assertTrainsAlike(twins, 1)
+        self.assertEqual(twins.optimizer.assignments, {self.rank: [0]})
+
 
 # Bounds the time that members would wait for each other under different names.
 WAIT = timedelta(seconds=15)

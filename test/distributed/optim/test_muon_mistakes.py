@@ -428,14 +428,17 @@ class TestMuonMistakesInSteps(MistakesTestCase):
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
         options = {**FUNCTIONAL, "distributed_config": config}
         usual = torch.ones(4, 8)
-        params, momenta = [usual.clone(), usual.clone()], [usual * 0, usual * 0]
-        other = torch.ones(5, 8) if self.rank == CULPRIT else usual
-        step = functools.partial(
-            functional_muon, params, [usual, other], momenta, **options
-        )
-        own = r"parameter 1 .*has shape \(4, 8\), but its gradient \(5, 8\)"
-        mistake = in_step(step, "cannot use.*: parameter 1 of shape", own)
-        self.assertNothingMoves(step, params, mistake)
+        for other, own in (
+            (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
+            (usual.to("meta"), "is on cpu, but its gradient meta"),
+            (usual.to(torch.complex64), "is complex False, but its gradient True"),
+        ):
+            params, momenta = [usual.clone(), usual.clone()], [usual * 0, usual * 0]
+            grads = [usual, other if self.rank == CULPRIT else usual]
+            step = functools.partial(functional_muon, params, grads, momenta, **options)
+            told = "cannot use.*: parameter 1 of shape"
+            mistake = in_step(step, told, f"parameter 1 .*{own}")
+            self.assertNothingMoves(step, params, mistake)
         # Momentum of another placement restarted in every call.
         param, replicated = (
             place(torch.ones(8, 8), Spec((8, 8), mesh_of(4), (p,))) for p in (S0, R)
