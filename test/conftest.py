@@ -104,13 +104,14 @@ SERVERS = 2
 
 # The tracer of coverage.py takes half as long again. In a run of all tests, only test files of the optimizer
 # are traced. Without these, they execute together what the limits of tools/coverage.py ask for.
-UNTRACED_FILES = {
-    "test_muon_checkpoints",
-    "test_muon_fuzz",
-    "test_muon_rules",
-}
+UNTRACED_FILES = {"test_muon_fuzz", "test_muon_rules"}
 # Classes of other files that repeat what others execute.
-UNTRACED = {"TestMuonKilled", "TestMuonLongRuns", "TestMuonStopped"}
+UNTRACED = {
+    "TestMuonCheckpoints",
+    "TestMuonKilled",
+    "TestMuonLongRuns",
+    "TestMuonStopped",
+}
 
 
 @pytest.hookimpl(wrapper=True)

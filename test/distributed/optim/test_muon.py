@@ -1,46 +1,54 @@
 # Owner(s): ["oncall: distributed"]
 """torch.optim.Muon with a distributed_config: each kind of parallelism against one process.
 
-Each check runs on a CPU over gloo. The classes ``...OnGPUs`` run the same checks over NCCL. On a single GPU, NCCL has
-one rank, and four ranks that share the GPU test over gloo what Muon sends.
+The classes before those of tests have the checks. ``...OnGPUs`` run them over NCCL, and the others on a CPU over gloo. On a
+single GPU, NCCL has one rank, and four ranks that share the GPU test over gloo what Muon sends.
 """
 
-import itertools
 import time
-import unittest
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
-from torch.optim import Muon
-from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal import common_utils
-from torch.testing._internal.common_distributed import (
-    MultiProcessTestCase,
+from torch.distributed.fsdp import (
+    fully_shard,
+    FullyShardedDataParallel as FSDP,
+    MixedPrecisionPolicy,
 )
-from torch.testing._internal.distributed._muon import common_muon, common_parallel
-from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
+from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Muon
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    detect_tp_dims_from_model,
+)
+from torch.testing._internal import common_utils
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_modules import (
+    check_fsdp1,
+    check_module,
+    make_model,
+    place_weights,
+    tensor_parallel,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
     full,
+    grid_of,
+    local,
     mesh_of,
     OnCPU,
     OnGPUs,
-    place,
     R,
     S0,
     S1,
+    Spec,
     specs,
-    with_process_group,
+    Twins,
 )
-
-
-try:
-    from torch.optim import functional
-except ImportError:
-    functional = None
+from torch.testing._internal.distributed._muon.common_parity import Cell, check_cell
 
 
 class TestDTensorConfig(common_utils.TestCase):
@@ -98,177 +106,242 @@ class TestDTensorConfig(common_utils.TestCase):
         self.assertEqual(metadata[2]["placements"], (Replicate(),))
 
 
-def tests_of(*names, prepare=lambda test: test):
-    """A test of a class for each check of :mod:`common_parallel`."""
-
-    def add_to(cls):
-        for name in names:
-            check = getattr(common_parallel, f"check_{name}")
-
-            def test(case, check=check):
-                check(case)
-
-            test.__name__ = f"test_{name}"
-            setattr(cls, test.__name__, prepare(test))
-        return cls
-
-    return add_to
-
-
-OF_ONE_RANK = (
-    "every_placement",
-    "process_group",
-    "dtensor_shard_correctness",
-    "dtensor_vs_single_device",
-    "fully_shard_vs_single_device",
+# The dimensions that tensor_parallel() cuts.
+TP_DIMS = {0: 0, 1: 1, 2: 0, 3: 1}
+LAYOUTS = (
+    "rows",
+    "columns",
+    "replicas",
+    "rows_and_columns",
+    "hsdp",
+    "fsdp",
+    "tp",
+    "ddp",
+    "fsdp_tp",
+    "ddp_fsdp",
 )
 
 
-@tests_of(*OF_ONE_RANK)
-class TestMuonOneRank(OnCPU):
-    world_size = 1
+def grid_of_columns(case):
+    """The mesh of all ranks with two columns, if there are as many ranks."""
+    rows = max(1, case.world_size // 2)
+    return grid_of(rows, case.world_size // rows)
 
 
-class TestMuonDTensor(OnCPU):
-    def test_dtensor_shard_correctness(self):
-        common_parallel.check_dtensor_shard_correctness(self)
+class Layouts:
+    """Some rows of the table of parity, which has its own classes on a CPU."""
 
-    def test_dtensor_vs_single_device(self):
-        common_parallel.check_dtensor_vs_single_device(self)
+    def test_layouts(self):
+        for layout in LAYOUTS:
+            check_cell(self, layout, Cell())
 
-    def test_dtensor_placements(self):
-        common_parallel.check_dtensor_placements(self)
+
+class GivenGradients:
+    """No framework has a collective here."""
 
     def test_twelve_steps_twice(self):
-        common_parallel.check_twelve_steps_twice(self)
+        placed = specs(mesh_of(self.world_size), [(S0,), (S1,), (R,)])
+        placed += specs(grid_of_columns(self), [(R, S0), (S0, S1)])
+        first, second = Twins(placed), Twins(placed)
+        for twins in (first, second):
+            for _ in range(12):
+                twins.step()
+            self.assertParity(twins)
+        with self.everywhere():
+            for one, other in zip(first.params, second.params):
+                self.assertTrue(torch.equal(local(one), local(other)))
 
     def test_dtensor_2d_mesh(self):
-        common_parallel.check_dtensor_2d_mesh(self)
+        mesh = grid_of_columns(self)
+        twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
+        self.assertTrainsAlike(twins)
+        rows, columns = 128 // mesh.size(0), 128 // mesh.size(1)
+        self.assertEqual(twins.params[0].to_local().shape, (rows, columns))
 
 
-class TestMuonFSDP(OnCPU):
+class TrainedDTensors:
+    """A weight by rows, a replicated bias, and inputs that are DTensors."""
+
+    def check(self, size, batch, steps):
+        mesh = mesh_of(self.world_size)
+        torch.manual_seed(42)
+        model = torch.nn.Linear(size, size, device=device())
+        place_weights(model, mesh, [Shard(0)])
+
+        def inputs(step):
+            return distribute_tensor(full(step, (batch, size)), mesh, [Replicate()])
+
+        check_module(self, model, create_dtensor_config(), steps=steps, inputs=inputs)
+        self.assertIsInstance(model.weight, DTensor)
+        self.assertEqual(model.weight.placements, (Shard(0),))
+
+    def test_dtensor_shard_correctness(self):
+        self.check(size=64, batch=8, steps=1)
+
+    def test_dtensor_vs_single_device(self):
+        self.check(size=32, batch=4, steps=5)
+
+
+class FSDP2s:
+    def test_fully_shard_vs_single_device(self):
+        line = mesh_of(self.world_size)
+        rows = min(2, self.world_size)
+        grid = grid_of(rows, self.world_size // rows)
+        bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for name, mesh, options in (
+            ("bfloat16", line, {"mp_policy": bfloat16}),
+            ("kept whole", line, {"reshard_after_forward": False}),
+            ("columns", line, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
+            ("hsdp", grid, {}),
+        ):
+            with self.subTest(name):
+                model = fully_shard(make_model(), mesh=mesh, **options)
+                check_module(self, model, create_dtensor_config(), data_rank=self.rank)
+
+
+class FSDP1s:
     def test_fsdp_correctness(self):
-        common_parallel.check_fsdp_correctness(self)
+        check_fsdp1(self, orig=False, by_module=False, steps=1)
 
     def test_fsdp_vs_single_device(self):
-        common_parallel.check_fsdp_vs_single_device(self)
-
-    def test_fully_shard_vs_single_device(self):
-        common_parallel.check_fully_shard_vs_single_device(self)
-
-
-class TestMuonPieces(OnCPU):
-    def test_process_groups(self):
-        common_parallel.check_process_groups(self)
-
-    def test_flat_parameters(self):
-        common_parallel.check_flat_parameters(self)
+        for orig in (False, True):
+            with self.subTest(use_orig_params=orig):
+                check_fsdp1(self, orig, by_module=orig, steps=10)
 
 
-class TestMuonDDP(OnCPU):
+class DDPs:
     def test_ddp_vs_single_device(self):
-        common_parallel.check_ddp_vs_single_device(self)
+        gpus = None if device().type == "cpu" else [device()]
+        # Without a config, each rank orthogonalizes all matrices, as before.
+        for config, count in (
+            (create_auto_config(ddp_process_group=dist.group.WORLD), 4),
+            (None, 4 * self.world_size),
+        ):
+            with self.subTest(has_config=config is not None):
+                model = DDP(make_model(), gpus, gradient_as_bucket_view=True)
+                check_module(self, model, config, data_rank=self.rank, count=count)
 
 
-class TestMuon2DParallelism(OnCPU):
+class TwoDimensions:
     def test_per_parameter_tp_dims(self):
-        common_parallel.check_per_parameter_tp_dims(self)
+        group = dist.group.WORLD
+        config = create_auto_config(tp_process_group=group, tp_dim_per_param=TP_DIMS)
+        model = tensor_parallel(make_model(), mesh_of(self.world_size))
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        self.assertEqual(detect_tp_dims_from_model(matrices), TP_DIMS)
+        check_module(self, model, config)
+        placements = [param.placements for param in matrices]
+        self.assertEqual(placements, [(S0,), (S1,), (S0,), (S1,)])
 
     def test_fsdp_plus_tp(self):
-        common_parallel.check_fsdp_plus_tp(self)
+        grid = grid_of_columns(self)
+        model = tensor_parallel(make_model(), grid["b"])
+        fully_shard(model, mesh=grid["a"])
+        config = create_auto_config(
+            fsdp_process_group=grid.get_group("a"),
+            tp_process_group=grid.get_group("b"),
+            tp_dim_per_param=TP_DIMS,
+        )
+        check_module(self, model, config, data_rank=grid.get_local_rank("a"))
 
 
-class TestMuonExpertParallel(OnCPU):
+def make_expert(number):
+    """Two matrices."""
+    return make_model(layers=1, bias=False, seed=50 + number)
+
+
+class Experts:
     def test_expert_parallel_independence(self):
-        common_parallel.check_expert_parallel_independence(self)
+        """Each rank has an expert of its own."""
+        config = create_auto_config(
+            ep_process_group=dist.group.WORLD,
+            expert_assignments={0: self.rank, 1: self.rank},
+        )
+        model, count = make_expert(self.rank), 2 * self.world_size
+        muon = check_module(self, model, config, data_rank=self.rank, count=count)
+        # No other rank holds them.
+        self.assertEqual(muon.assignments, {self.rank: [0, 1]})
 
     def test_expert_parallel_with_fsdp(self):
-        common_parallel.check_expert_parallel_with_fsdp(self)
+        """Ranks 0 and 1 of each four hold one expert, ranks 2 and 3 another."""
+        number = self.rank // 2
+        group = grid_of_columns(self)["b"].get_group()
+        model = FSDP(
+            make_expert(number), group, use_orig_params=True, device_id=device()
+        )
+        config = create_auto_config(
+            ep_process_group=dist.group.WORLD,
+            fsdp_process_group=group,
+            expert_assignments={0: number, 1: number},
+            module=model,
+        )
+        pieces = {"one": make_expert(number), "fsdp": group}
+        muon = check_module(
+            self, model, config, data_rank=number, count=self.world_size, **pieces
+        )
+        owned = []
+        for indices in muon.assignments.values():
+            owned += indices
+        self.assertEqual(sorted(owned), [0, 1])
+        ranks = dist.get_process_group_ranks(group)
+        self.assertLessEqual(set(muon.assignments), set(ranks))
 
 
-@tests_of(
-    "dtensor_shard_correctness",
-    "dtensor_vs_single_device",
-    "dtensor_placements",
-    "twelve_steps_twice",
-    "fsdp_correctness",
-    "fsdp_vs_single_device",
-    "fully_shard_vs_single_device",
-    "ddp_vs_single_device",
-    prepare=with_process_group,
-)
-class TestMuon1DOnGPUs(OnGPUs, MultiProcessTestCase):
+class TestMuonDTensor(GivenGradients, TrainedDTensors, OnCPU):
+    pass
+
+
+class TestMuonFSDP(FSDP1s, FSDP2s, OnCPU):
+    pass
+
+
+class TestMuonDDP(DDPs, OnCPU):
+    pass
+
+
+class TestMuon2DParallelism(TwoDimensions, OnCPU):
+    pass
+
+
+class TestMuonExpertParallel(Experts, OnCPU):
+    pass
+
+
+class TestMuon1DOnGPUs(
+    Layouts,
+    GivenGradients,
+    TrainedDTensors,
+    FSDP1s,
+    FSDP2s,
+    DDPs,
+    OnGPUs,
+    MultiProcessTestCase,
+):
     world_size = gpus = 2
 
 
-@tests_of(
-    "dtensor_2d_mesh",
-    "per_parameter_tp_dims",
-    "fsdp_plus_tp",
-    "expert_parallel_independence",
-    "expert_parallel_with_fsdp",
-    prepare=with_process_group,
-)
-class TestMuon2DOnGPUs(OnGPUs, MultiProcessTestCase):
+class TestMuon2DOnGPUs(Layouts, TwoDimensions, Experts, OnGPUs, MultiProcessTestCase):
     world_size = gpus = 4
 
 
-@tests_of(*OF_ONE_RANK, prepare=with_process_group)
-class TestMuonOnOneGPU(OnGPUs, MultiProcessTestCase):
+class TestMuonOnOneGPU(Layouts, TrainedDTensors, FSDP2s, OnGPUs, MultiProcessTestCase):
     """With NCCL, whose collectives the frameworks ask for."""
 
     world_size = gpus = 1
 
 
-@tests_of(
-    "dtensor_placements",
-    "dtensor_2d_mesh",
-    "process_groups",
-    "flat_parameters",
-    prepare=with_process_group,
-)
-class TestMuonOnSharedGPU(OnGPUs, MultiProcessTestCase):
+class TestMuonOnSharedGPU(Layouts, GivenGradients, OnGPUs, MultiProcessTestCase):
     """Over gloo, which lacks collectives of the frameworks for the tensors of a GPU."""
 
     backend = "gloo"
     world_size, gpus = 4, 1
 
 
-class TestMuonFunctional(OnCPU):
-    """``torch.optim.functional.muon``, which torch 2.15 made public, is the overlay's."""
-
-    world_size = 2
-
-    @unittest.skipUnless(hasattr(functional, "muon"), "this torch has none")
-    def test_public_function(self):
-        placed = specs(mesh_of(self.world_size), [(S0,), (S1,), (R,)])
-        wholes, lists = {}, {}
-        for number, kind in enumerate(("parameters", "gradients", "momenta")):
-            seeds = itertools.count(number, 10)
-            wholes[kind] = [full(next(seeds), spec.shape) for spec in placed]
-            lists[kind] = [place(w, spec) for w, spec in zip(wholes[kind], placed)]
-        starts = [whole.clone() for whole in wholes["parameters"]]
-        config = create_dtensor_config()
-        for _ in range(2):
-            functional.muon(*lists.values(), distributed_config=config, **FUNCTIONAL)
-            functional.muon(*wholes.values(), **FUNCTIONAL)
-        with self.everywhere():
-            for kind in wholes:
-                for found, whole, spec in zip(lists[kind], wholes[kind], placed):
-                    piece = common_muon.piece_of(whole, spec)
-                    self.assertTrue(torch.equal(common_muon.local(found), piece), kind)
-            for start, whole in zip(starts, wholes["parameters"]):
-                self.assertFalse(torch.equal(start, whole))
-
-
 class TestMuonPerformance(OnGPUs, MultiProcessTestCase):
     """Prefetching pays if transfers take time."""
 
     world_size = gpus = 4
-    # Weights of 1.5 GB are made twice.
-    seconds = 180
 
-    @with_process_group
     def test_prefetch_speedup(self):
         # Without biases, FSDP1 flattens 48 matrices into one parameter.
         shapes = [(128, 2048), *[(2048, 4096), (4096, 2048)] * 23, (2048, 4096)]

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""State and checkpoints of the distributed Muon: what they hold, resumed on other ranks, from and for stock."""
+"""State and checkpoints of the distributed Muon: momentum, what a checkpoint holds, resumed on other ranks and in stock."""
 
 import copy
 import functools
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
@@ -24,10 +25,16 @@ from torch.nn import ParameterList
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon import common_modules, common_muon
-from torch.testing._internal.distributed._muon.common_modules import make_model, wrap
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_modules import (
+    make_model,
+    tensor_parallel,
+    wrap,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
+    local,
     mesh_of,
     R,
     S0,
@@ -60,10 +67,10 @@ SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]
 OPTIONS = {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.3}
 
 
-def model_on(mesh, *placements):
+def model_on(mesh, *placements, dtype=torch.float32):
     """The matrices of a model. The placements take turns."""
     turns = itertools.cycle(placements)
-    return [Spec(shape, mesh, next(turns)) for shape in SHAPES_OF_MODEL]
+    return [Spec(shape, mesh, next(turns), dtype) for shape in SHAPES_OF_MODEL]
 
 
 @functools.cache
@@ -80,11 +87,25 @@ def sharded(model, kind, ranks):
         return fully_shard(model, mesh=grid_of(2, 2))
     if kind == "fsdp2 tp":
         mesh = grid_of(2, 2)
-        model = common_modules.tensor_parallel(model, mesh["b"])
-        return fully_shard(model, mesh=mesh["a"])
+        return fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"])
     if kind == "alone":
         return model
     return wrap(model, kind == "fsdp1 orig", units=None, device_mesh=line_of(ranks))
+
+
+def give_flat_gradients(flat, wholes):
+    """Cuts whole gradients, by name, as a unit's backward does."""
+    grad = torch.zeros_like(flat)
+    for number, info in enumerate(flat._shard_param_infos):
+        if not info.in_shard:
+            continue
+        whole = wholes[flat._fqns[number]].flatten()
+        piece = whole[info.intra_param_start_idx : info.intra_param_end_idx + 1]
+        grad.narrow(0, info.offset_in_shard, info.numel_in_shard).copy_(piece)
+        if flat._params is not None:
+            flat._params[number].grad = piece.clone()
+    if flat._params is None:
+        flat.grad = grad
 
 
 class Job:
@@ -101,7 +122,7 @@ class Job:
 
     def step(self, grads):
         if isinstance(self.model, FSDP):
-            common_modules.give_flat_gradients(self.model._handle.flat_param, grads)
+            give_flat_gradients(self.model._handle.flat_param, grads)
         else:
             for name, param in self.model.named_parameters():
                 param.grad = grads[name].clone()
@@ -128,18 +149,6 @@ class Job:
         group = mesh_of(self.ranks).get_group()
         return {"process_group": group, "no_dist": self.ranks == 1}
 
-    def problems(self, other):
-        """The parameters that differ from those of another job, in value or momentum."""
-        mine, others = self.whole(), other.whole()
-        found = []
-        for name, value in mine["model"].items():
-            momentum = mine["optimizer"]["state"][name]["momentum_buffer"]
-            its = others["optimizer"]["state"][name]["momentum_buffer"]
-            is_same = torch.equal(value, others["model"][name])
-            if not (is_same and torch.equal(momentum, its)):
-                found.append(name)
-        return found
-
 
 # FSDP1 of 2.11 gathers its state over all ranks.
 JOURNEY = [
@@ -160,38 +169,47 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         self.addCleanup(dist.barrier)
         return path
 
-    def replace_optimizer(self, twins, state_dict):
-        """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
-        twins.params = [
-            torch.nn.Parameter(param.detach().clone()) for param in twins.params
-        ]
-        twins.optimizer = Muon(twins.params, distributed_config="auto")
-        twins.optimizer.load_state_dict(state_dict)
-
     def test_state_dict(self):
         """It has no entry of the config, and serves another Muon through a file or a copy."""
-        placed = model_on(mesh_of(4), (S0,), (R,), (S1,))
-        placed += model_on(grid_of(2, 2), (R, S0), (S0, S1))
-        twins = Twins(placed, momentum=0.9, weight_decay=0.3, nesterov=False)
-        self.assertTrainsAlike(twins)
-        state_dict = twins.optimizer.state_dict()
-        (mine,), (its,) = (
-            saved["param_groups"] for saved in (state_dict, twins.single.state_dict())
-        )
-        self.assertEqual(set(mine), set(its))
-        for state in state_dict["state"].values():
-            self.assertEqual(list(state), ["momentum_buffer"])
-            self.assertIsInstance(state["momentum_buffer"], DTensor)
-        saved = through_a_file(state_dict, weights_only=False)
-        self.replace_optimizer(twins, saved)
-        self.assertTrainsAlike(twins)
-        self.replace_optimizer(twins, copy.deepcopy(twins.optimizer).state_dict())
-        self.assertTrainsAlike(twins)
+        # Optimizer casts momentum to the parameter's dtype, which rounded it in every resume.
+        for dtype, grad_dtype in (
+            (torch.float32, None),
+            (torch.bfloat16, torch.float32),
+        ):
+            placed = model_on(mesh_of(4), (S0,), (R,), (S1,), dtype=dtype)
+            placed += model_on(grid_of(2, 2), (R, S0), (S0, S1), dtype=dtype)
+            twins = Twins(placed, grad_dtype=grad_dtype, weight_decay=0.3)
+            self.assertTrainsAlike(twins)
+            state_dict = twins.optimizer.state_dict()
+            (mine,), (its,) = (
+                saved["param_groups"]
+                for saved in (state_dict, twins.single.state_dict())
+            )
+            self.assertEqual(set(mine), set(its))
+            for state in state_dict["state"].values():
+                self.assertEqual(list(state), ["momentum_buffer"])
+                self.assertIsInstance(state["momentum_buffer"], DTensor)
+            saved = through_a_file(state_dict, weights_only=False)
+            self.resume(twins, saved)
+            # torch copies no gradient of another dtype than its parameter's.
+            twins.optimizer.zero_grad()
+            self.resume(twins, copy.deepcopy(twins.optimizer).state_dict())
+
+    def resume(self, twins, state_dict):
+        """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
+        params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
+        for param in params:
+            param.grad_dtype = twins.grad_dtype or param.dtype
+        twins.params, twins.optimizer = params, Muon(params, distributed_config="auto")
+        twins.optimizer.load_state_dict(state_dict)
+        # Unpickled momentum has an equal mesh, which is another object. Each step took it for another placement.
+        with Recorder() as seen:
+            self.assertTrainsAlike(twins)
+        self.assertEqual(seen.functional, [])
 
     def test_first_step_makes_all_momentum(self):
-        # Checkpoints would otherwise differ from rank to rank.
-        mesh = mesh_of(4)
-        twins = Twins(common_muon.specs(mesh, [(S0,)], [(3, 9), (2, 4), (8, 8)]))
+        """Checkpoints would otherwise differ from rank to rank. Without a gradient it is zero."""
+        twins = Twins(common_muon.specs(mesh_of(4), [(S0,)], [(3, 9), (2, 4), (8, 8)]))
         frozen = torch.nn.Parameter(common_muon.full(9, (4, 4)), requires_grad=False)
         twins.optimizer.add_param_group({"params": [frozen]})
         twins.set_gradients([1])
@@ -200,13 +218,29 @@ class TestMuonCheckpoints(common_muon.OnCPU):
             twins.params[0].grad = None
         twins.optimizer.step()
         twins.single.step()
-        has = [
-            "momentum_buffer" in twins.optimizer.state.get(param, {})
-            for param in [*twins.params, frozen]
-        ]
-        self.assertEqual(common_muon.everyone(has), [[True, True, True, False]] * 4)
-        # Without a gradient it is zero.
+        state = twins.optimizer.state
+        self.assertNotIn(frozen, state)
+        has = ["momentum_buffer" in state[param] for param in twins.params]
+        self.assertEqual(common_muon.everyone(has), [[True, True, True]] * 4)
         self.assertParity(twins)
+
+    def test_checkpoint_after_a_step_of_the_experts_only(self):
+        """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
+        placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((9, 6), mesh_of(2), (S0,))]
+        for missing in ((), (0,), (0, 1)):
+            with self.subTest(missing=missing):
+                # Only ranks 2 and 3 hold the expert.
+                twins = Twins(placed if self.rank >= 2 else placed[:1])
+                twins.step(missing)
+                for param in twins.params:
+                    param.grad = None
+                module = ParameterList(twins.params)
+                state = get_optimizer_state_dict(module, twins.optimizer)["state"]
+                with self.everywhere():
+                    self.assertEqual(len(state), len(twins.params))
+                    for kept in state.values():
+                        self.assertIn("momentum_buffer", kept)
+                self.assertTrainsAlike(twins, 1)
 
     @needs_stock
     def test_file_for_stock(self):
@@ -246,8 +280,62 @@ class TestMuonCheckpoints(common_muon.OnCPU):
                 uninterrupted.step(gradients)
                 if works:
                     job.step(gradients)
-                problems = job.problems(uninterrupted) if works else []
-                self.assertEverywhere(problems, f"{kind} on {ranks}")
+                with self.everywhere(f"{kind} on {ranks}"):
+                    if works:
+                        found, expected = job.whole(), uninterrupted.whole()
+                        self.assertEqual(found, expected, rtol=0, atol=0)
+
+
+class TestMuonMomentum(common_muon.OnCPU):
+    """Frameworks replace, move or save momentum."""
+
+    def test_first_step_without_gradients_of_any_dtype(self):
+        """Momentum stayed in the parameter's dtype, and differed from that of one process."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)] * 2)
+        for param in (*twins.params, *twins.singles):
+            param.grad_dtype = None
+        twins.optimizer.step()
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            with self.subTest(dtype=dtype):
+                twins.grad_dtype = dtype
+                self.assertTrainsAlike(twins, 1)
+                momentum = twins.optimizer.state[twins.params[0]]["momentum_buffer"]
+                self.assertEqual(momentum.dtype, dtype)
+
+    def test_replaced_parameter_in_a_checkpoint(self):
+        """The checkpoint of a step that came before the next one lacked its momentum."""
+        spec = Spec((8, 8), mesh_of(4), (S0,))
+        for is_named in (True, False):
+            with self.subTest(is_named=is_named):
+                twins = Twins([spec, spec], is_named=is_named)
+                twins.step()
+                old = twins.params[1]
+                twins.params[1] = torch.nn.Parameter(old.detach().clone())
+                twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+                # Without names, this is another layer of equal shape, for all that is known.
+                with self.assertWarnsOnce(None if is_named else "starts at zero"):
+                    saved = copy.deepcopy(twins.optimizer.state_dict())
+                    self.assertEqual(1 in saved["state"], is_named)
+                    if is_named:
+                        twins.optimizer.load_state_dict(saved)
+                    else:
+                        del twins.single.state[twins.singles[1]]
+                    self.assertTrainsAlike(twins, 2)
+
+    def test_momentum_that_changed_its_placement_can_be_saved(self):
+        """It was a view of the whole gathered matrix, which every rank kept. Saving it failed on ranks from 1 on."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
+        twins.step()
+        state = twins.optimizer.state[twins.params[0]]
+        for placement in (S1, R):
+            with self.subTest(placement=placement):
+                moved = state["momentum_buffer"].redistribute(mesh_of(4), [placement])
+                state["momentum_buffer"] = moved
+                self.assertTrainsAlike(twins, 1)
+                momentum = local(state["momentum_buffer"])
+                stored = momentum.untyped_storage().nbytes()
+                self.assertEqual(stored, momentum.nbytes)
+                torch.save(twins.optimizer.state_dict(), io.BytesIO())
 
 
 if __name__ == "__main__":

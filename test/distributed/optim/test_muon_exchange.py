@@ -1,40 +1,34 @@
 # Owner(s): ["oncall: distributed"]
-"""A step of the distributed Muon: its computation, traffic and order, and the groups that it makes.
+"""A step of the distributed Muon: its collectives, and the groups and stages of ranks among which it makes them."""
 
-torch.optim.Muon makes the group of a matrix's holders with new_group(use_local_synchronization=True).
-Each holder may have any number of groups before.
-"""
-
-import itertools
 import shutil
 import tempfile
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.optim import Muon
+from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
+    as_on_an_accelerator,
+    Cut,
     everyone,
+    full,
     grid_of,
     mesh_of,
     OnCPU,
+    ParityAssertions,
     R,
     S0,
-    S1,
     specs,
     Twins,
 )
-from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 
 
 class TestMuonExchange(OnCPU):
-    def placed(self):
-        shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24)]
-        meshes = mesh_of(4), grid_of(2, 2)
-        layouts = (specs(mesh, all_placements(mesh), shapes) for mesh in meshes)
-        return list(itertools.chain(*layouts))
-
     def collectives_of_a_step(self, twins, missing=()):
         twins.set_gradients(missing)
         with Recorder() as seen:
@@ -56,26 +50,70 @@ class TestMuonExchange(OnCPU):
         self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
     def test_gradients_do_not_change_the_calls(self):
-        twins = Twins(self.placed())
+        placed = []
+        for mesh in (mesh_of(4), grid_of(2, 2)):
+            placed += specs(mesh, all_placements(mesh))
+        twins = Twins(placed)
         # The first step also compares the values of replicas.
         twins.step()
         usual = self.collectives_of_a_step(twins)
         self.assertEqual(everyone(usual.names), [usual.names] * 4)
-        for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
+        for missing in ([0], range(0, len(placed), 3), range(len(placed))):
             with self.subTest(missing=missing):
                 now = self.collectives_of_a_step(twins, missing)
                 self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
-        common_muon.as_on_an_accelerator(twins.optimizer)
-        twins.set_gradients()
-        for index, param in enumerate(twins.params):
-            if index % 4 == self.rank:
-                param.grad = None
-        with Recorder() as seen:
-            twins.optimizer.step()
-        self.assertEqual(seen.launches, usual.launches)
+        as_on_an_accelerator(twins.optimizer)
+        now = self.collectives_of_a_step(twins, range(self.rank, len(placed), 4))
+        self.assertEqual(now.launches, usual.launches)
         with self.assertRaisesRegex(RuntimeError, "gradient"):
             twins.optimizer.synchronize()
+
+    def test_stages_of_different_sizes_at_different_times(self):
+        """One stage makes two steps before the other one builds its optimizer."""
+        grid = grid_of(2, 2)
+        stage = grid.get_local_rank("a")
+        stages = {"pp_stage_id": stage, "pp_num_stages": 2}
+        config = Strategy(grid, "pp", "ddp").config(**stages)
+        shapes = [[(8, 6), (5, 7), (4, 4)], [(16, 4)]][stage]
+        # A key in the store says so, because a collective would bring the stages together.
+        store = dist.distributed_c10d._get_default_store()
+        done = [f"rank {rank} has made two steps" for rank in (0, 1)]
+        if stage:
+            store.wait(done, self.timeout)
+        twins = Twins(map(Cut, shapes), config, seed=1000 * stage)
+        for _ in range(2):
+            twins.step()
+        if not stage:
+            store.set(done[self.rank], "yes")
+        self.assertParity(twins)
+        ranks = grid["b"].mesh.tolist()
+        self.assertEqual(sorted(twins.optimizer.assignments), ranks)
+
+    def test_stack_without_a_matrix_on_some_ranks(self):
+        """The expert's next matrix was joined with one of the stack, and the groups "contradict each other"."""
+        grid = grid_of(2, 2)
+        shard, expert = grid.get_coordinate()
+        for ids in ({0: expert, 1: expert}, {0: expert}):
+            with self.subTest(ids=ids):
+                config = create_auto_config(
+                    fsdp_process_group=grid.get_group("a"),
+                    ep_process_group=grid.get_group("b"),
+                    expert_assignments=ids,
+                )
+                params = [full(0, (1 - shard, 3, 4)), full(1, (2, 4))]
+                options = {"distributed_config": config, "allow_batched_matrices": True}
+                owners = sorted(Muon(params, **options).matrix_owners)
+                self.assertEqual(owners, [(0, 0), (1, 0)][shard:])
+
+    def test_experts_that_each_rank_numbers_from_zero(self):
+        """Ranks of one ep_process_group never hold replicas of an expert."""
+        world = dist.group.WORLD
+        groups = {"ddp_process_group": world, "ep_process_group": world}
+        config = create_auto_config(**groups, expert_assignments={0: 0})
+        twins = Twins([Cut((6, 4))], config, seed=self.rank)
+        self.assertTrainsAlike(twins, 1)
+        self.assertEqual(twins.optimizer.assignments, {self.rank: [0]})
 
 
 # Bounds the time that members would wait for each other under different names.
@@ -86,71 +124,33 @@ def made(ranks):
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
-class LocalGroups(common_muon.ParityAssertions):
-    def make_unequal_numbers_of_groups(self):
-        self.make_groups_up_to(self.rank)
-        counts = everyone(len(dist.distributed_c10d._world.pg_names))
-        self.assertEqual(len(set(counts)), self.world_size)
+class LocalGroups(ParityAssertions):
+    """Groups that only their members make, which may have any number of groups before."""
 
-    def make_groups_up_to(self, more):
-        """This rank has as many groups as the one that has most, and ``more``."""
-        world = dist.distributed_c10d._world
-        most = max(everyone(len(world.pg_names)))
-        while len(world.pg_names) < most + more:
+    def make_unequal_numbers_of_groups(self):
+        for _ in range(self.rank):
             made([self.rank])
 
-    def assertMeet(self, ranks, group, message=""):
-        with self.everywhere(message):
+    def assertMeet(self, ranks, group):
+        with self.everywhere(f"{ranks}"):
             if self.rank in ranks:
                 self.assertEqual(everyone(self.rank, group), sorted(ranks))
-        # All of them know the group by one name.
-        names = everyone(group.group_name if self.rank in ranks else None)
-        self.assertEqual(len({names[rank] for rank in ranks}), 1, message)
 
 
 class TestMuonSpanningGroups(LocalGroups, OnCPU):
-    """Groups that only their members make."""
-
     def test_members_with_unequal_numbers_of_groups(self):
         before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
         for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2, 3]):
-            with self.subTest(ranks=ranks):
-                self.assertMeet(ranks, made(ranks), f"{ranks}")
+            self.assertMeet(ranks, made(ranks))
         # Members may list the ranks in different orders.
         self.assertMeet([0, 1, 2], made([2, 0, 1] if self.rank == 0 else [0, 1, 2]))
-        # As the fifth positional argument, and without ranks.
-        self.assertMeet([0, 1], dist.new_group([0, 1], WAIT, None, None, True))
-        everybody = dist.new_group(timeout=WAIT, use_local_synchronization=True)
-        self.assertMeet(range(4), everybody)
         # All ranks make this one. Its number names it.
         after = dist.new_group([0, 2], WAIT)
         self.assertMeet([0, 2], after)
         with self.everywhere():
             if self.rank in (0, 2):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
-
-
-class TestMuonMeshGroups(LocalGroups, OnCPU):
-    """No group of the framework spans a part of a mesh of several dimensions. Muon makes it."""
-
-    world_size = 8
-
-    def test_ranks_that_have_different_numbers_of_groups(self):
-        """new_group() names a group after the number of this rank's groups. Members wait under that name."""
-        part = grid_of(2, 2, 2)["a", "c"]
-        ranks = sorted(part.mesh.flatten().tolist())
-        self.make_groups_up_to(self.rank % 3)
-        self.assertEqual(len({rank % 3 for rank in ranks}), 3)
-        placed = specs(part, [(S0, S1), (R, S0)], [(8, 8), (7, 5)])
-        twins = Twins(placed, seed=30 * ranks[0])
-        self.assertTrainsAlike(twins, 2)
-        self.assertEqual(sorted(twins.optimizer.assignments), ranks)
-        with Recorder() as seen:
-            twins.step()
-        used = {call.comm.ranks for call in seen.calls if call.splits}
-        # The rows of one matrix are among some of the ranks.
-        self.assertIn(tuple(ranks), used)
 
 
 class TestMuonWorldMadeAgain(LocalGroups, OnCPU):

@@ -11,20 +11,17 @@ import weakref
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_distributed import (
-    MultiProcessTestCase,
-)
+from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     mesh_of,
@@ -52,7 +49,6 @@ def usage():
     found = {
         "tensors": sum(issubclass(type(o), torch.Tensor) for o in objects),
         "threads": len(os.listdir("/proc/self/task")),
-        "file descriptors": len(os.listdir("/proc/self/fd")),
         "process groups": len(distributed_c10d._world.pg_map),
         "keys in the store": distributed_c10d._get_default_store().num_keys(),
         "objects": len(objects),
@@ -65,14 +61,6 @@ def usage():
 
 
 class TestMuonRegressions(common_muon.OnCPU):
-    def test_autocast_does_not_reach_the_iteration(self):
-        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
-        twins.set_gradients()
-        twins.single.step()
-        with torch.autocast("cpu", dtype=torch.float16):
-            twins.optimizer.step()
-        self.assertParity(twins)
-
     def test_construction_without_numpy(self):
         """torch's all_gather_object needs NumPy, and ranks said that one of them had ended."""
         missing = RuntimeError("Numpy is not available")
@@ -83,30 +71,6 @@ class TestMuonRegressions(common_muon.OnCPU):
             twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
             twins.step()
         self.assertParity(twins)
-
-    def test_checkpoint_after_a_step_of_the_experts_only(self):
-        """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
-        for missing in ((), (0,), (0, 1)):
-            with self.subTest(missing=missing):
-                placed = [
-                    Spec((8, 8), mesh_of(4), (S0,)),
-                    Spec((9, 6), mesh_of(2), (S0,)),
-                ]
-                # Only ranks 2 and 3 hold the expert.
-                twins = Twins(placed if self.rank >= 2 else placed[:1])
-                twins.step(missing)
-                for param in twins.params:
-                    param.grad = None
-                module = torch.nn.ParameterList(twins.params)
-                state = get_optimizer_state_dict(module, twins.optimizer)["state"]
-                with self.everywhere():
-                    self.assertEqual(
-                        sorted(state), sorted(dict(module.named_parameters()))
-                    )
-                    for kept in state.values():
-                        self.assertIn("momentum_buffer", kept)
-                twins.step()
-                self.assertParity(twins, f"missing at first: {missing}")
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure."""
@@ -125,25 +89,20 @@ class TestMuonRegressions(common_muon.OnCPU):
             with self.subTest(names=names):
                 config = create_auto_config(expert_assignments=dict(enumerate(order)))
                 common_muon.wrap_functions(config, *names)
-                twins = Twins([Spec((6, 4), mesh, (R,))] * 2, config, seeds=order)
+                placed = [Spec((6, 4), mesh, (R,), gradients=(Partial(),))] * 2
+                twins = Twins(placed, config, seeds=order)
                 # Ranks may name an expert differently.
                 named = [(f"{self.rank}.{i}", p) for i, p in enumerate(twins.params)]
                 twins.optimizer = Muon(named, distributed_config=config)
-                twins.set_gradients()
                 for index, expert in enumerate(order):
-                    param, single = twins.params[index], twins.singles[index]
-                    # All of the gradient on one rank.
-                    term = torch.zeros_like(single.grad)
-                    if self.rank == 0:
-                        term = single.grad
-                    param.grad = DTensor.from_local(term, mesh, [Partial()])
                     momentum = full(4 + expert, (6, 4))
                     sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
-                    twins.optimizer.state[param]["momentum_buffer"] = sharded
-                    twins.single.state[single]["momentum_buffer"] = momentum
-                twins.single.step()
-                twins.optimizer.step()
-                self.assertParity(twins, f"wrapped: {names}")
+                    for optimizer, param, buffer in (
+                        (twins.optimizer, twins.params[index], sharded),
+                        (twins.single, twins.singles[index], momentum),
+                    ):
+                        optimizer.state[param]["momentum_buffer"] = buffer
+                self.assertTrainsAlike(twins, 1)
 
     def test_order_across_meshes(self):
         """Matrices of a mesh and of a part of it meet in one grid, and ranks compare the order on each mesh alone."""
@@ -153,59 +112,34 @@ class TestMuonRegressions(common_muon.OnCPU):
         twins = Twins(in_order, seeds=order, allow_batched_matrices=True)
         self.assertTrainsAlike(twins, 2)
 
-    def test_unusable_momentum_everywhere(self):
-        """A rank with an empty shard left the step, and the others compared values of replicas."""
-        mesh = common_muon.grid_of(2, 2)
-        twins = Twins([Spec((8, 6), mesh, (R, S0)), Spec((1, 6), mesh, (R, S0))])
-        twins.set_gradients()
-        state = twins.optimizer.state[twins.params[0]]
-        state["momentum_buffer"] = torch.ones(6, 8)
-        for _ in range(2):
-            self.assertRaisesEverywhere(
-                twins.optimizer.step,
-                RuntimeError,
-                r"momentum buffer has shape \(6, 8\)",
-            )
-        del state["momentum_buffer"]
-        twins.optimizer.step()
-        twins.single.step()
-        # The steps that were broken off count as steps, and moved nothing.
-        self.assertParity(twins)
-
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
-        line = DeviceMesh(common_muon.device().type, [3, 1, 0, 2])
+        line = DeviceMesh("cpu", [3, 1, 0, 2])
         # Only the second dimension descends.
-        grid = DeviceMesh(common_muon.device().type, [[1, 0], [3, 2]])
-        for mesh, placement, of_grad in (
+        grid = DeviceMesh("cpu", [[1, 0], [3, 2]])
+        for mesh, placement, other in (
             (line, (S0,), (S1,)),
             (line, (R,), (S0,)),
             (line, (S0,), (Partial(),)),
-            (line, (S0,), (R,)),
             (grid, (R, S0), (R, S1)),
         ):
-            with self.subTest(mesh=mesh, placement=placement, of_grad=of_grad):
-                spec, moved = (Spec((8, 8), mesh, p) for p in (placement, of_grad))
-                twins = Twins([spec])
+            with self.subTest(mesh=mesh, placement=placement, other=other):
+                spec = Spec((8, 8), mesh, placement)
+                twins = Twins([spec._replace(gradients=other)])
                 twins.set_gradients()
-                (param,), grad, muon = (
-                    twins.params,
-                    twins.singles[0].grad,
-                    twins.optimizer,
-                )
-                param.grad = place(grad, moved)
-                if of_grad == (R,):
-                    twins.single.step()
-                    muon.step()
-                    self.assertParity(twins)
+                step, (param,) = twins.optimizer.step, twins.params
+                pattern = "gradient's .*ascend"
+                self.assertRaisesEverywhere(step, RuntimeError, pattern)
+                if other[0].is_partial():
+                    # A momentum becomes whole, which is a sum on every rank.
                     continue
-                self.assertRaisesEverywhere(
-                    muon.step, RuntimeError, "gradient's .*ascend"
-                )
-                param.grad = place(grad, spec)
-                muon.state[param]["momentum_buffer"] = place(grad, moved)
+                twins.optimizer.state[param]["momentum_buffer"] = param.grad
+                param.grad = place(twins.singles[0].grad, spec)
                 pattern = "momentum buffer.*ascend"
-                self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
+                self.assertRaisesEverywhere(step, RuntimeError, pattern)
+        # Each rank has all of it.
+        twins = Twins([Spec((8, 8), line, (S0,), gradients=(R,))])
+        self.assertTrainsAlike(twins, 1)
 
     def test_optimizers_of_one_config(self):
         """A config served one optimizer at a time."""
@@ -213,24 +147,15 @@ class TestMuonRegressions(common_muon.OnCPU):
         common_muon.wrap_functions(config, "assign_fn")
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8)])
         first, second = Twins(placed, config), Twins(placed, config, seed=10)
-
-        def step(*order, missing=()):
-            for twins in order:
-                twins.step(missing)
-                self.assertParity(twins)
-
-        step(second, first)
-        step(first, second)
-        # Both build a new engine.
-        first.params[0].requires_grad_(False)
-        second.params[1].requires_grad_(False)
-        step(second, missing=[1])
-        step(first, missing=[0])
-        step(first, missing=[0])
-        step(second, missing=[1])
-        with self.everywhere():
-            # Another world may give this process another rank.
-            self.assertNotIn("rank", config.state)
+        self.assertTrainsAlike(second, 1)
+        self.assertTrainsAlike(first, 1)
+        # Each builds a new engine.
+        for twins, frozen in ((first, 0), (second, 1), (first, 0)):
+            twins.params[frozen].requires_grad_(False)
+            twins.step([frozen])
+            self.assertParity(twins)
+        # Another world may give this process another rank.
+        self.assertNotIn("rank", config.state)
 
 
 class LongRuns(common_muon.ParityAssertions):
@@ -289,47 +214,16 @@ class TestMuonLongRuns(LongRuns, common_muon.OnCPU):
 
 class TestMuonLongRunsOnGPUs(common_muon.OnGPUs, LongRuns, MultiProcessTestCase):
     gpus = 4
-    seconds = 300
-
-    @common_muon.with_process_group
-    def test_fsdp2_tp(self):
-        super().test_fsdp2_tp()
-
-
-# Even, uneven, and with empty pieces on four ranks.
-SHAPES = [(8, 8), (7, 5), (3, 9)]
 
 
 class TestMuonReplaced(common_muon.OnCPU):
     """Parameters that frameworks change under a Muon. The single process makes the same changes."""
 
-    def placed(self, *placements, mesh=None):
-        """Matrices on a mesh; plain ones, whole on each rank, without placements."""
-        mesh = (mesh or mesh_of(4)) if placements else None
-        return [Spec(shape, mesh, placements) for shape in SHAPES]
-
-    def trained(self, placed, config=None):
-        twins = Twins(placed, config, lr=0.1)
-        twins.step()
-        return twins
-
-    def replacement(self, twins, index, spec):
-        """Other values for number ``index``, which is ``spec`` from now on."""
-        twins.specs[index] = spec
-        twins.seeds[index] += 500
-        whole = full(twins.seeds[index], spec.shape, spec.dtype)
-        twins.singles[index].data.copy_(whole)
-        return place(whole, spec)
-
-    def replace(self, twins, index, spec):
-        value = self.replacement(twins, index, spec)
-        twins.params[index] = nn.Parameter(value)
-        twins.optimizer.param_groups[0]["params"] = list(twins.params)
-
     def test_placements(self):
         """Local shapes stay the same."""
         grid = common_muon.grid_of(2, 2)
-        twins = self.trained([Spec((8, 8), grid, (S0, S1))])
+        twins = Twins([Spec((8, 8), grid, (S0, S1))])
+        twins.step()
         (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
         other = place(twins.singles[0].detach(), twins.specs[0])
         param._local_tensor, param._spec = other._local_tensor, other._spec
@@ -337,43 +231,47 @@ class TestMuonReplaced(common_muon.OnCPU):
 
     def test_model_on_meta_is_filled_later(self):
         with torch.device("meta"):
-            layers = [nn.Linear(*shape[::-1], bias=False) for shape in SHAPES]
+            layers = [nn.Linear(8, rows, bias=False) for rows in (8, 3)]
         model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(4))
-        optimizer = Muon(model.parameters(), lr=0.1, distributed_config="auto")
+        optimizer = Muon(model.parameters(), distributed_config="auto")
         model.to_empty(device="cpu")
-        twins = Twins(self.placed(S0), lr=0.1)
-        for param, filled in zip(model.parameters(), twins.params, strict=True):
-            with torch.no_grad():
-                param.to_local().copy_(filled.to_local())
-        twins.params, twins.optimizer = list(model.parameters()), optimizer
+        params = list(model.parameters())
+        twins = Twins([Spec(param.shape, mesh_of(4), (S0,)) for param in params])
+        for param, filled in zip(params, twins.params, strict=True):
+            param.to_local().detach().copy_(filled.to_local())
+        twins.params, twins.optimizer = params, optimizer
         self.assertTrainsAlike(twins, 2)
 
-    def test_change_on_one_rank_only(self):
-        """Rank 3 waits for the ranks that shared matrices with it, even if it shares none any more."""
-        for becomes_plain in (False, True):
-            with self.subTest(becomes_plain=becomes_plain):
-                # This breaks the group. DTensor's caches tell its mesh from others by its name.
-                group = dist.new_group()
-                name = f"changed {becomes_plain}"
-                mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-                twins = self.trained(self.placed(S0, mesh=mesh))
-                if self.rank == 3 and becomes_plain:
-                    for index, shape in enumerate(SHAPES):
-                        self.replace(twins, index, Spec(shape, None, ()))
-                elif self.rank == 3:
-                    self.replace(twins, 1, twins.specs[1])
-                self.assertNothingMovesAfterAChange(twins, group)
+    def test_parameter_keeps_its_entry_of_the_config(self):
+        """After a reversal, each parameter was cut along another one's dimension, without an error."""
+        strategy, dims = Strategy(mesh_of(4), "tp"), {0: 0, 1: 1}
+        placed = [strategy.cut((8, 8), dims.get(index)) for index in range(4)]
+        twins = Twins(placed, strategy.config(tp_dim_per_param=dims))
+        twins.step()
+        lists = [o.param_groups[0]["params"] for o in (twins.optimizer, twins.single)]
+        lists += [twins.specs, twins.seeds, twins.params, twins.singles]
+        for each in lists:
+            each.reverse()
+        self.assertTrainsAlike(twins, 2)
+        # So does one that takes its place.
+        replacing = nn.Parameter(twins.params[3].detach())
+        twins.params[3] = twins.optimizer.param_groups[0]["params"][3] = replacing
+        del twins.single.state[twins.singles[3]]
+        self.assertTrainsAlike(twins, 1)
 
-    def assertNothingMovesAfterAChange(self, twins, group):
-        """Rank 3 has changed parameters, and the others have not."""
-        before = [common_muon.local(param.detach()).clone() for param in twins.params]
-        found = common_muon.everyone(self.outcome(twins.step))
-        with self.everywhere(f"{found}"):
-            self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
-            for _, text in found:
-                self.assertRegex(text, "changed on some of the ranks.* of shape")
-            for param, old in zip(twins.params, before, strict=True):
-                self.assertTrue(torch.equal(common_muon.local(param.detach()), old))
+    def test_marks_say_the_tp_dim_if_the_user_does_not(self):
+        strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
+        given = {"tp_dim_per_param": {0: 0, 1: 1}}
+        for mark, options in (("tp_dim", {}), ("partition_dim", {}), ("tp_dim", given)):
+            with self.subTest(mark=mark, options=options):
+                placed = [strategy.cut((8, 12), dim) for dim in dims]
+                twins = Twins(placed, strategy.config(**given))
+                # No mark counts for what the user leaves out.
+                for param, dim in zip(twins.params, (0, 1, 0 if options else -1)):
+                    setattr(param, mark, dim)
+                config = strategy.config(**options)
+                twins.optimizer = Muon(twins.params, distributed_config=config)
+                self.assertTrainsAlike(twins, 1)
 
 
 if __name__ == "__main__":

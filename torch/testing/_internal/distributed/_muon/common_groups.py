@@ -1,13 +1,9 @@
 """Helpers for tests of torch.optim.Muon over process groups."""
 
-import itertools
 import math
 
 from torch.optim.muon import create_auto_config
-from torch.testing._internal.distributed._muon.common_muon import Cut, SHAPES, Twins
-
-
-TP_DIMS = (0, 1, None, -1, -2)
+from torch.testing._internal.distributed._muon.common_muon import Cut
 
 
 def sizes_of(size, count, how):
@@ -32,9 +28,6 @@ class Strategy:
     def __init__(self, mesh, *kinds):
         self.mesh, self.kinds = mesh, kinds
 
-    def __repr__(self):
-        return f"{' x '.join(self.kinds)} on {tuple(self.mesh.shape)}"
-
     def group(self, kind):
         return self.mesh.get_group(self.kinds.index(kind))
 
@@ -55,22 +48,3 @@ class Strategy:
             cuts.append((dim % len(shape), parts, which))
             sizes[dim] = parts[which]
         return Cut(tuple(shape), tuple(cuts))
-
-    def tp_dims_of(self, count):
-        """The dimension that TP cuts of each of ``count`` matrices: some of each."""
-        if "tp" not in self.kinds:
-            return [None] * count
-        dims = itertools.cycle(TP_DIMS)
-        return [next(dims) for _ in range(count)]
-
-    def twins(self, shapes=SHAPES, how="chunk"):
-        """Matrices with some of each TP dimension."""
-        self.dims = self.tp_dims_of(len(shapes))
-        cuts, of_cut_ones = [], {}
-        for index, (shape, dim) in enumerate(zip(shapes, self.dims, strict=True)):
-            cuts.append(self.cut(shape, dim, how))
-            if dim is not None:
-                of_cut_ones[index] = dim
-        if "tp" not in self.kinds:
-            return Twins(cuts, self.config())
-        return Twins(cuts, self.config(tp_dim_per_param=of_cut_ones))

@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     parallel,
     Replicate,
 )
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, partition_parameters
 from torch.testing._internal.distributed._muon import common_muon
@@ -60,11 +59,6 @@ def place_weights(model, mesh, placements):
             module.register_parameter(key, torch.nn.Parameter(dtensor))
 
     return distribute_module(model, mesh, place)
-
-
-def data_parallel(model, **options):
-    gpus = None if device().type == "cpu" else [device()]
-    return DDP(model, device_ids=gpus, **options)
 
 
 class OneProcess:
@@ -221,6 +215,7 @@ def check_module(
     case,
     model,
     config,
+    params=None,
     steps=2,
     data_rank=0,
     inputs=None,
@@ -231,16 +226,19 @@ def check_module(
 
     Args:
         case: the test on this rank.
+        params: those of Muon; the matrices of the model by default.
         data_rank: ranks of one ``data_rank`` see the same data.
         inputs: gives the data of a step instead.
         count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
         pieces: see :class:`OneProcess`.
     """
-    matrices, _ = partition_parameters(model)
-    muon = Muon(matrices, lr=0.05, distributed_config=config)
+    if params is None:
+        params, _ = partition_parameters(model)
+    options = {"allow_batched_matrices": True, "distributed_config": config}
+    muon = Muon(params, lr=0.05, **options)
     alone = OneProcess(model, [muon], **pieces)
     if count is None:
-        count = len(matrices)
+        count = len(alone.names)
     for step in range(steps):
         if inputs is None:
             data = common_muon.full(100 * step + data_rank, (6, 12))
@@ -254,42 +252,30 @@ def check_module(
         counts = common_muon.everyone(len(calls.shapes))
         case.assertEqual(sum(counts), count)
         case.assertEverywhere(alone.problems(), f"step {step}")
-    return matrices, muon
-
-
-class Block(torch.nn.Module):
-    def __init__(self, bias):
-        super().__init__()
-        self.a = torch.nn.Linear(8, 12, bias=bias)
-        self.b = torch.nn.Linear(12, 7, bias=bias)
-        self.c = torch.nn.Linear(7, 8, bias=bias)
-
-    def forward(self, x):
-        return x + self.c(self.b(self.a(x).relu()).relu())
+    return muon
 
 
 class Tail(torch.nn.Linear):
     """Has fewer elements than there are ranks."""
 
 
-class Model(torch.nn.Module):
-    def __init__(self, bias=False):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(bias) for _ in range(2))
-        self.head = torch.nn.Linear(8, 3, bias=bias)
-        self.tail = Tail(3, 1, bias=False)
+def make_units(bias=False):
+    """A model for FSDP1, which wraps its blocks and its tail. The matrices have odd sides."""
+    torch.manual_seed(5)
+    blocks = [make_model(9, 7, 1, bias) for _ in range(2)]
+    tail = Tail(3, 1, bias=False)
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(9, 3, bias=bias), tail)
+    return model.to(device())
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.tail(self.head(x))
+
+UNITS = torch.nn.Sequential, Tail
 
 
 def wrap(
     model,
     orig=False,
     strategy=ShardingStrategy.FULL_SHARD,
-    units=(Block, Tail),
+    units=UNITS,
     **options,
 ):
     if strategy == ShardingStrategy.HYBRID_SHARD:
@@ -306,73 +292,29 @@ def wrap(
         )
 
 
-def give_flat_gradients(flat, wholes):
-    """Cuts whole gradients, by name, as a unit's backward does."""
-    grad = torch.zeros_like(flat)
-    for number, info in enumerate(flat._shard_param_infos):
-        if not info.in_shard:
-            continue
-        whole = wholes[flat._fqns[number]]
-        first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
-        piece = whole.flatten()[first:end]
-        offset = info.offset_in_shard
-        grad[offset : offset + info.numel_in_shard] = piece
-        if flat._params is not None:
-            flat._params[number].grad = piece.clone()
-    if flat._params is None:
-        flat.grad = grad
-
-
-class Run:
-    """An FSDP1 model with a Muon, and one process next to it.
+def check_fsdp1(case, orig, by_module=True, make=None, groups=None, x=(5, 9), **how):
+    """FSDP1 against one process.
 
     Args:
         orig: FSDP1's ``use_orig_params``.
-        by_module: whether the config gets the module, or the process group. By default, where FSDP1 keeps the
-            original parameters.
-        model: by default a :class:`Model`, with biases next to original parameters.
+        by_module: whether the config gets the module, or the process group.
+        make: makes the model; by default one of several units, with biases next to original parameters.
         groups: the parameter groups of a model's Muon, if it has all parameters.
         x: the shape of inputs.
+        how: the strategy and units of :func:`wrap`, and ``steps`` and ``count`` of :func:`check_module`.
     """
+    checks = {name: how.pop(name) for name in ("steps", "count") if name in how}
+    one = make_units(orig) if make is None else make()
+    model = wrap(copy.deepcopy(one), orig, **how)
+    group = model.process_group
+    config = create_auto_config(fsdp_process_group=group)
+    if by_module:
+        config = create_auto_config(module=model)
+    params = groups(model) if groups else None
 
-    def __init__(
-        self, orig, by_module=None, model=None, groups=None, x=(5, 8), **wrapping
-    ):
-        torch.manual_seed(5)
-        self.groups, self.x, self.steps = groups, x, 0
-        one = Model(orig) if model is None else model()
-        self.one = one.to(device())
-        self.model = wrap(copy.deepcopy(self.one), orig, **wrapping)
-        if by_module is None:
-            by_module = orig
-        if by_module:
-            self.config = create_auto_config(module=self.model)
-        else:
-            group = self.model.process_group
-            self.config = create_auto_config(fsdp_process_group=group)
-        self.build()
+    def inputs(step):
+        return common_muon.full(100 * step, x)
 
-    def build(self):
-        if self.groups is None:
-            params, _ = partition_parameters(self.model)
-        else:
-            params = self.groups(self.model)
-        self.optimizer = Muon(
-            params,
-            lr=0.1,
-            allow_batched_matrices=self.groups is not None,
-            distributed_config=self.config,
-        )
-        group = self.model.process_group
-        self.alone = OneProcess(self.model, [self.optimizer], self.one, fsdp=group)
-
-    def step(self):
-        """The shapes of the matrices that this rank orthogonalized."""
-        self.steps += 1
-        inputs = common_muon.full(100 * self.steps, self.x)
-        self.model(inputs).pow(2).sum().backward()
-        self.alone.step()
-        with NewtonSchulzCalls() as calls:
-            self.optimizer.step()
-        self.model.zero_grad()
-        return calls.shapes
+    return check_module(
+        case, model, config, params, inputs=inputs, one=one, fsdp=group, **checks
+    )

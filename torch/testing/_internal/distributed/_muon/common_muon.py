@@ -11,15 +11,13 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 import os
 import re
 import traceback
 import unittest
 import warnings
 from datetime import timedelta
-from typing import Any, NamedTuple, TYPE_CHECKING
-from unittest import mock
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,12 +26,11 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import is_near, randn
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -48,52 +45,8 @@ S0, S1, R = Shard(0), Shard(1), Replicate()
 _device = torch.device("cpu")
 
 
-def device() -> torch.device:
+def device():
     return _device
-
-
-def tell_bad_fork(sender: Any) -> None:
-    sender.send(torch.cuda._is_in_bad_fork())
-
-
-def forks_may_use_gpus() -> bool:
-    """Whether CUDA starts in the forks of a server that has imported this module.
-
-    It refuses if an import has asked it for devices. The server asks NVML instead, which may be missing.
-    """
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=tell_bad_fork, args=(sender,))
-    process.start()
-    is_bad = receiver.recv()
-    process.join()
-    return not is_bad
-
-
-@functools.cache
-def process_type() -> Any:
-    """The class of the processes of OnGPUs.
-
-    A fork of a server that has imported torch starts in a tenth of the time that a spawned process takes. Without
-    GPUs, the processes only say so.
-    """
-    has_server = "forkserver" in torch.multiprocessing.get_all_start_methods()
-    if has_server and (forks_may_use_gpus() or not torch.cuda.is_available()):
-        return torch.multiprocessing.get_context("forkserver").Process
-    return torch.multiprocessing.get_context("spawn").Process
-
-
-def with_process_group(test: Callable) -> Callable:
-    """Gives the rank of a test of OnGPUs its GPU and a process group."""
-
-    @functools.wraps(test)
-    def wrapper(case: OnGPUs) -> None:
-        case.init_process_group()
-        test(case)
-
-    return wrapper
 
 
 class OnGPUs:
@@ -106,24 +59,16 @@ class OnGPUs:
     # Where there are fewer, a test starts no process.
     gpus: int
     backend = "nccl"
-    # A test that takes longer is ended and fails, with the traces of its ranks. The other tests run.
-    seconds = 60
+    recorder = contextlib.nullcontext
 
-    def setUp(self) -> None:
+    def setUp(self):
         super().setUp()
         if torch.cuda.device_count() < self.gpus:
             self.skipTest(f"Need at least {self.gpus} CUDA devices")
-        self._spawn_processes()
+        # CUDA does not start in the fork of a process that has asked it for devices.
+        self._start_processes(torch.multiprocessing.get_context("spawn").Process)
 
-    def _spawn_processes(self) -> None:
-        self._start_processes(process_type())
-
-    def _join_processes(self, fn: Callable) -> None:
-        limit = {self._current_test_name(): self.seconds}
-        with mock.patch.dict(common_distributed.TIMEOUT_OVERRIDE, limit):
-            super()._join_processes(fn)
-
-    def init_process_group(self) -> None:
+    def run_test(self, *args):
         global _device
         _device = torch.device("cuda", self.rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)
@@ -133,8 +78,9 @@ class OnGPUs:
             world_size=self.world_size,
             store=dist.FileStore(self.file_name, self.world_size),
             # Before the test is ended: the error of a collective says more than a trace.
-            timeout=timedelta(seconds=0.7 * self.seconds),
+            timeout=timedelta(seconds=0.7 * common_distributed.TIMEOUT_DEFAULT),
         )
+        super().run_test(*args)
 
 
 class Spec(NamedTuple):
@@ -150,15 +96,15 @@ class Spec(NamedTuple):
     gradients: tuple[Placement, ...] | None = None
 
     @property
-    def is_summed(self) -> bool:
+    def is_summed(self):
         return any(placement.is_partial() for placement in self.placements or ())
 
-    def without_sums(self) -> Spec:
+    def without_sums(self):
         """The same matrix, where each rank holds the sums themselves."""
         placements = [R if p.is_partial() else p for p in self.placements]
         return self._replace(placements=tuple(placements))
 
-    def of_gradient(self) -> Spec:
+    def of_gradient(self):
         return self._replace(placements=self.gradients or self.placements)
 
 
@@ -174,24 +120,24 @@ class Cut(NamedTuple):
     is_summed = False
 
     @property
-    def placements(self) -> tuple:
+    def placements(self):
         return self.cuts
 
-    def of_gradient(self) -> Cut:
+    def of_gradient(self):
         return self
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+    def piece(self, tensor):
         for dim, sizes, which in self.cuts:
             tensor = tensor.split(sizes, dim)[which]
         return tensor.contiguous().clone()
 
 
-def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32):
+def full(seed, shape, dtype=torch.float32):
     """The same full-rank matrix on every rank."""
     return randn(seed, *shape).to(device(), dtype)
 
 
-def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
+def place(tensor, spec):
     """``tensor``, which every rank has whole, placed as ``spec`` says, without communication."""
     if isinstance(spec, Cut):
         return spec.piece(tensor)
@@ -199,7 +145,7 @@ def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
         return tensor.clone()
     if spec.is_summed:
         return DTensor.from_local(
-            piece_of(_contribution(tensor, spec), spec.without_sums()).clone(),
+            piece_of(_contribution(tensor, spec), spec),
             spec.mesh,
             spec.placements,
             run_check=False,
@@ -211,7 +157,7 @@ def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
     )
 
 
-def _contribution(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def _contribution(tensor, spec):
     """Each element is with one of the ranks whose contributions are added, and the others have zero. So the sum is
     exact, in any order.
     """
@@ -224,30 +170,25 @@ def _contribution(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
     return tensor.where(elements % count == number, 0)
 
 
-def added(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
+def added(tensor, spec):
     """This rank's piece of ``tensor``; of contributions, their sum."""
     if spec.is_summed:
         tensor = tensor.redistribute(placements=spec.without_sums().placements)
     return local(tensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def piece_of(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
+def piece_of(tensor, spec):
     """This rank's piece of ``tensor``, which every rank has whole."""
-    if isinstance(spec, Cut):
-        return spec.piece(tensor)
-    if spec.mesh is None:
-        return tensor
     if spec.is_summed:
         spec = spec.without_sums()
-    placements = tuple(spec.placements)
-    return tensor.take(_elements(tensor.shape, spec.mesh, placements, dist.get_rank()))
+    return local(place(tensor, spec))
 
 
-def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
+def placed(tensor):
     """How ``tensor`` is stored, but for its strides."""
     stored = type(tensor), tensor.dtype, tensor.shape
     if isinstance(tensor, DTensor):
@@ -255,27 +196,12 @@ def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
     return stored
 
 
-@functools.cache
-def _elements(
-    shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    rank: int,
-) -> torch.Tensor:
-    """Which elements, counted row by row, the piece of ``rank``, this one, consists of. DTensor is asked once.
-
-    Meshes of equal ranks are equal, also in threads that come after each other.
-    """
-    numbers = torch.arange(math.prod(shape), device=device()).reshape(shape)
-    return local(place(numbers, Spec(shape, mesh, placements)))
-
-
-def is_exact() -> bool:
+def is_exact():
     """Whether a product has the same bits for all strides, alignments and sizes of a batch."""
     return device().type == "cpu"
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal(a, b):
     """Compares results of single elements. A GPU may fuse a product with a sum, and round once less."""
     if is_exact():
         return torch.equal(a, b)
@@ -283,14 +209,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=step, atol=step)
 
 
-def moved_alike(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    steps: int = 1,
-    start: Any = None,
-    piece: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole,
-    summed: bool = False,
-) -> bool:
+def moved_alike(a, b, steps=1, start=None, piece=lambda whole: whole, summed=False):
     """Whether ``a`` is the ``piece`` of ``b`` after ``steps`` from ``start``.
 
     Bit for bit, but for parameters of 16 bits: ATen's loop over a CPU tensor rounds ``param + alpha * update`` once
@@ -325,31 +244,25 @@ def as_on_an_accelerator(optimizer):
         statuses.awaits = optimizer._engine.steps == 0
 
 
-def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def everyone(value, group=None):
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def wrap_functions(config: Any, *names: str) -> None:
+def wrap_functions(config, *names):
     for name in names:
         setattr(config, name, functools.partial(getattr(config, name)))
 
 
-def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+def all_placements(mesh):
     return list(itertools.product((S0, S1, R), repeat=mesh.ndim))
 
 
-def specs(
-    mesh: DeviceMesh,
-    placements: Sequence[tuple[Placement, ...]],
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    dtype: torch.dtype = torch.float32,
-) -> list[Spec]:
+def specs(mesh, placements, shapes=SHAPES, dtype=torch.float32):
     """A matrix of each shape for each of ``placements``."""
-    return [
-        Spec(shape, mesh, of_mesh, dtype) for of_mesh in placements for shape in shapes
-    ]
+    every = itertools.product(placements, shapes)
+    return [Spec(shape, mesh, of_mesh, dtype) for of_mesh, shape in every]
 
 
 # Meshes are made once: equal ones with groups of their own get mixed up in DTensor's caches, and
@@ -357,17 +270,17 @@ def specs(
 
 
 @functools.cache
-def _mesh(world: dist.ProcessGroup, shape: tuple[int, ...], names: str) -> DeviceMesh:
+def _mesh(world, shape, names):
     return init_device_mesh(device().type, shape, mesh_dim_names=tuple(names))
 
 
-def mesh_of(size: int) -> DeviceMesh:
+def mesh_of(size):
     """This rank's one-dimensional mesh of ``size`` ranks, of which the world has several."""
     count = dist.get_world_size() // size
     return _mesh(dist.group.WORLD, (count, size), "cr")["r"]
 
 
-def grid_of(*shape: int) -> DeviceMesh:
+def grid_of(*shape):
     """The mesh of all ranks, with dimensions "a", "b" and so on."""
     return _mesh(dist.group.WORLD, shape, "abcd"[: len(shape)])
 
@@ -381,15 +294,15 @@ class Twins:
 
     def __init__(
         self,
-        specs: Sequence[Spec | Cut],
-        config: Any = None,
-        groups: Sequence[tuple[Sequence[int], dict[str, Any]]] | None = None,
-        seed: int = 0,
-        seeds: Sequence[int] | None = None,
-        grad_dtype: torch.dtype | None = None,
-        is_named: bool = False,
-        **options: Any,
-    ) -> None:
+        specs,
+        config=None,
+        groups=None,
+        seed=0,
+        seeds=None,
+        grad_dtype=None,
+        is_named=False,
+        **options,
+    ):
         self.specs = list(specs)
         self.grad_dtype = grad_dtype
         self.seed = seed
@@ -420,10 +333,10 @@ class Twins:
         self.optimizer = Muon(grouped, distributed_config=self.config, **options)
         self.steps = 0
 
-    def new_param(self, whole: torch.Tensor, spec: Spec | Cut) -> torch.nn.Parameter:
+    def new_param(self, whole, spec):
         return torch.nn.Parameter(place(whole, spec))
 
-    def set_gradients(self, missing: Sequence[int] = ()) -> None:
+    def set_gradients(self, missing=()):
         """New, equal gradients for both, but none for the indices ``missing``."""
         self.steps += 1
         for index, spec in enumerate(self.specs):
@@ -436,14 +349,12 @@ class Twins:
             single.grad = gradient
             param.grad = place(gradient, spec.of_gradient())
 
-    def step(
-        self, missing: Sequence[int] = (), closure: Callable | None = None
-    ) -> None:
+    def step(self, missing=(), closure=None):
         self.set_gradients(missing)
         self.single.step()
         self.optimizer.step(closure)
 
-    def problems(self) -> list[str]:
+    def problems(self):
         """How parameters and momentum differ from those of one process."""
         found = []
         for index, spec in enumerate(self.specs):
@@ -460,7 +371,7 @@ class Twins:
                 found.append(f"momentum {name}: {mine}")
         return found
 
-    def has_momentum_of(self, param: Any, mine: Any, its: Any, spec: Any) -> bool:
+    def has_momentum_of(self, param, mine, its, spec):
         """Whether a buffer is this rank's piece of ``its``, that of one process."""
         if its is None:
             # All buffers are made in the first step, so that checkpoints are the same on all ranks.
@@ -472,7 +383,7 @@ class Twins:
 
 class ParityAssertions:
     @contextlib.contextmanager
-    def subTest(self, name: str = "", **case: Any):
+    def subTest(self, name="", **case):
         """Names the case in an error. unittest's own says nothing on a rank, where no runner listens."""
         try:
             yield
@@ -497,7 +408,7 @@ class ParityAssertions:
         problems = [] if is_right else texts or ["none"]
         self.assertEverywhere(problems, f"warnings of {pattern}")
 
-    def assertEverywhere(self, problems: list[str], message: str = "") -> None:
+    def assertEverywhere(self, problems, message=""):
         """Fails on every rank if one rank has a problem, so that none waits for the others."""
         count = torch.tensor(len(problems), device=device())
         dist.all_reduce(count)
@@ -507,7 +418,7 @@ class ParityAssertions:
         self.assertFalse(found, f"{message}: {found}")
 
     @contextlib.contextmanager
-    def everywhere(self, message: str = ""):
+    def everywhere(self, message=""):
         """For assertions about what one rank has: those of the other ranks fail with it."""
         problems = []
         try:
@@ -516,17 +427,7 @@ class ParityAssertions:
             problems.append(traceback.format_exc())
         self.assertEverywhere(problems, message)
 
-    def outcome(self, call: Callable[[], object]) -> tuple[str, str] | None:
-        """The type and text of the error that ``call`` raises on this rank."""
-        try:
-            call()
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
-
-    def assertRaisesEverywhere(
-        self, call, kind=ValueError, pattern="", ranks=None
-    ) -> None:
+    def assertRaisesEverywhere(self, call, kind=ValueError, pattern="", ranks=None):
         """``call`` raises on each of ``ranks``, and on no other rank; on all ranks by default."""
         with self.everywhere(pattern):
             if ranks is None or self.rank in ranks:
@@ -535,13 +436,11 @@ class ParityAssertions:
             else:
                 call()
 
-    def assertParity(self, twins: Twins, message: str = "") -> None:
+    def assertParity(self, twins, message=""):
         self.assertGreater(twins.steps, 0)
         self.assertEverywhere(twins.problems(), message)
 
-    def assertTrainsAlike(
-        self, twins: Twins, steps: int = 2, message: str = "", missing=lambda step: ()
-    ) -> None:
+    def assertTrainsAlike(self, twins, steps=2, message="", missing=lambda step: ()):
         before = [param.detach().clone() for param in twins.singles]
         for step in range(steps):
             twins.step(missing(step))
@@ -560,8 +459,9 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
 
     world_size = 4
     timeout = timedelta(seconds=60)
+    recorder = Recorder
 
-    def setUp(self) -> None:
+    def setUp(self):
         cls = type(self)
         if cls.poison_pill:
             # They may be in the middle of a collective.
@@ -573,21 +473,21 @@ class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
             cls.poison_pill = False
         super().setUp()
 
-    def assertRaisesRegex(self, *args: Any, **kwargs: Any) -> Any:
+    def assertRaisesRegex(self, *args, **kwargs):
         # torch's TestCase ignores the pattern on devices that it does not know. Here, ``device_type`` is a
         # method, and so no known device.
         return unittest.TestCase.assertRaisesRegex(self, *args, **kwargs)
 
     @classmethod
-    def backend_str(cls) -> str:
+    def backend_str(cls):
         return "gloo"
 
     @classmethod
-    def device_type(cls) -> str:
+    def device_type(cls):
         return "cpu"
 
     @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
+    def _init_pg(cls, rank, world_size, rdvz_file):
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
         super()._init_pg(rank, world_size, rdvz_file)
@@ -602,9 +502,9 @@ class OnThreads(ParityAssertions, common_distributed.MultiThreadedTestCase):
     # A recorder would see the collectives of all ranks.
     recorder = contextlib.nullcontext
 
-    def setUp(self) -> None:
+    def setUp(self):
         super().setUp()
         self._spawn_threads()
 
-    def perThreadSetUp(self) -> None:
+    def perThreadSetUp(self):
         torch.set_num_threads(1)

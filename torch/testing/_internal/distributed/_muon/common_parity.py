@@ -22,6 +22,7 @@ from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     as_on_an_accelerator,
     Cut,
+    device,
     everyone,
     grid_of,
     local,
@@ -39,18 +40,14 @@ if TYPE_CHECKING:
 
 P = Partial()
 WORLDS = (1, 2, 4, 8)
-# World size -> the sizes of a mesh of all ranks, by its number of dimensions.
-GRIDS = {
-    1: {1: (1,), 2: (1, 1), 3: (1, 1, 1), 4: (1, 1, 1, 1)},
-    2: {1: (2,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 2, 1, 1)},
-    4: {1: (4,), 2: (2, 2), 3: (2, 1, 2), 4: (1, 2, 2, 1)},
-    8: {1: (8,), 2: (4, 2), 3: (2, 2, 2), 4: (1, 2, 2, 2)},
-    32: {1: (32,), 2: (8, 4), 3: (4, 2, 4), 4: (2, 2, 4, 2)},
-}
 
 
-def grid(dims: int) -> DeviceMesh:
-    return grid_of(*GRIDS[dist.get_world_size()][dims])
+def grid(dims):
+    """A mesh of all ranks, a power of two, as square as it can be."""
+    sizes = [1] * dims
+    for number in range(dist.get_world_size().bit_length() - 1):
+        sizes[number % dims] *= 2
+    return grid_of(*sizes)
 
 
 class Placed(NamedTuple):
@@ -68,35 +65,41 @@ class Placed(NamedTuple):
 Shapes = list[tuple[int, ...]]
 
 
-def ranks_of(mesh: DeviceMesh) -> list[int]:
+def ranks_of(mesh):
     return mesh.mesh.flatten().tolist()
 
 
-def on(
-    mesh: DeviceMesh, *placements: Any, gradients: Any = None
-) -> Callable[[Shapes], Placed]:
-    """DTensors on one mesh."""
-
-    def place(shapes: Shapes) -> Placed:
-        matrices = []
-        for shape in shapes:
-            matrices.append(Spec(shape, mesh, placements, gradients=gradients))
-        return Placed(matrices, [ranks_of(mesh)] * len(shapes), create_dtensor_config)
-
-    return place
+def on(dims, *placements, **options):
+    """DTensors on the mesh of all ranks, which has so many dimensions."""
+    return lambda shapes: on_mesh(grid(dims), placements, shapes, **options)
 
 
-def several_meshes(shapes: Shapes) -> Placed:
+def on_mesh(mesh, placements, shapes, gradients=None):
+    matrices = []
+    for shape in shapes:
+        matrices.append(Spec(shape, mesh, placements, gradients=gradients))
+    return Placed(matrices, [ranks_of(mesh)] * len(shapes), create_dtensor_config)
+
+
+def descending(shapes):
+    return on_mesh(DeviceMesh(device().type, ranks_of(grid(1))[::-1]), (S0,), shapes)
+
+
+def strided(shapes):
+    """FSDP2 over TP."""
+    outer = _StridedShard(0, split_factor=grid(2).size(1))
+    return on_mesh(grid(2), (outer, S0), shapes)
+
+
+def several_meshes(shapes):
     """One matrix after another on several meshes, some with the same groups; and one that each rank has for itself."""
-    descending = DeviceMesh("cpu", ranks_of(grid(1))[::-1])
-    of_all = [
-        DeviceMesh("cpu", ranks_of(grid(1)), mesh_dim_names=(x,)) for x in "uvwxyz"
-    ]
+    ranks = ranks_of(grid(1))
+    of_all = [DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name in "uvwxyz"]
     meshes = [
         (grid(2), (S1, S0)),
         (grid(1), (R,)),
         (grid(2)["a"], (S0,)),
-        (descending, (S1,)),
+        (DeviceMesh("cpu", ranks[::-1]), (S1,)),
         (grid(2)["b"], (R,)),
         *((mesh, (R,)) for mesh in of_all),
     ]
@@ -109,11 +112,13 @@ def several_meshes(shapes: Shapes) -> Placed:
 
 
 def cut(
-    *kinds: str, how: str = "chunk", tp_dims: Sequence[int | None] = (0, 1, None)
-) -> Callable[[Shapes], Placed]:
+    *kinds,
+    how="chunk",
+    tp_dims=(0, 1, None, -1, -2),
+):
     """Pieces that are cut by hand along the groups of one mesh."""
 
-    def place(shapes: Shapes) -> Placed:
+    def place(shapes):
         strategy, options = Strategy(grid(len(kinds)), *kinds), {}
         matrices, cut_dims = [], {}
         for index, shape in enumerate(shapes):
@@ -129,12 +134,10 @@ def cut(
     return place
 
 
-def cut_in_rows(
-    kind: str, divided: str, make_options: Callable[[int, int], dict]
-) -> Callable[[Shapes], Placed]:
+def cut_in_rows(kind, divided, make_options):
     """Ranks of a row of the mesh share matrices over a group of ``kind``. The rows have other ones."""
 
-    def place(shapes: Shapes) -> Placed:
+    def place(shapes):
         row, mesh = grid(2).get_local_rank("a"), grid(2)["b"]
         strategy = Strategy(mesh, kind)
         options = {f"{divided}_process_group": grid(2).get_group("a")}
@@ -148,9 +151,10 @@ def cut_in_rows(
     return place
 
 
-def dense_and_experts(shapes: Shapes) -> Placed:
-    """A matrix that all ranks share, and experts, each of which a column of the mesh shares."""
+def dense_and_experts(shapes):
+    """A matrix that all ranks share, and experts, each of which a column of the mesh shares. One column has fewer."""
     expert = grid(2).get_local_rank("b")
+    shapes = shapes[: len(shapes) - expert % 2]
     config = functools.partial(
         create_auto_config,
         ddp_process_group=dist.group.WORLD,
@@ -164,39 +168,39 @@ def dense_and_experts(shapes: Shapes) -> Placed:
     return Placed([Cut(shape) for shape in shapes], holders, config, seeds)
 
 
-def cut_and_dtensors(shapes: Shapes) -> Placed:
+def cut_and_dtensors(shapes):
     """Pieces that are cut by hand, and DTensors over the same ranks."""
     by_hand = cut("fsdp", "tp", tp_dims=(1,))(shapes)
-    dtensors = on(grid(2), S0, S1)(shapes)
+    dtensors = on(2, S0, S1)(shapes)
     matrices = by_hand.matrices + dtensors.matrices
     return by_hand._replace(
         matrices=matrices, holders=by_hand.holders + dtensors.holders
     )
 
 
-def replicas_by_group(shapes: Shapes) -> Placed:
+def replicas_by_group(shapes):
     """DTensors on a part of the mesh, which a group of the config replicates."""
     matrices = [Spec(shape, grid(2)["b"], (S0,)) for shape in shapes]
     make_config = Strategy(grid(2)["a"], "ddp").config
     return Placed(matrices, [ranks_of(grid(2))] * len(shapes), make_config)
 
 
-LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
-    "rows": lambda shapes: on(grid(1), S0)(shapes),
-    "columns": lambda shapes: on(grid(1), S1)(shapes),
-    "replicas": lambda shapes: on(grid(1), R)(shapes),
-    "replicas_with_summed_gradients": lambda shapes: on(grid(1), R, gradients=(P,))(shapes),
-    "descending_ranks": lambda shapes: on(DeviceMesh("cpu", ranks_of(grid(1))[::-1]), S0)(shapes),
-    "part_of_the_mesh": lambda shapes: on(grid(2)["a"], S0)(shapes),
-    "rows_and_columns": lambda shapes: on(grid(2), S0, S1)(shapes),
-    "hsdp": lambda shapes: on(grid(2), R, S0)(shapes),
-    "fsdp2_over_tp": lambda shapes: on(grid(2), _StridedShard(0, split_factor=grid(2).size(1)), S0)(shapes),
-    "sums": lambda shapes: on(grid(1), P)(shapes),
-    "sums_of_rows": lambda shapes: on(grid(2), P, S0)(shapes),
-    "columns_of_sums": lambda shapes: on(grid(2), S1, P)(shapes),
-    "three_dimensions": lambda shapes: on(grid(3), R, S0, S1)(shapes),
-    "four_dimensions": lambda shapes: on(grid(4), S1, S0, R, S1)(shapes),
-    "each_kind_of_placement": lambda shapes: on(grid(3), P, S0, R)(shapes),
+LAYOUTS = {
+    "rows": on(1, S0),
+    "columns": on(1, S1),
+    "replicas": on(1, R),
+    "replicas_with_summed_gradients": on(1, R, gradients=(P,)),
+    "descending_ranks": descending,
+    "part_of_the_mesh": lambda shapes: on_mesh(grid(2)["a"], (S0,), shapes),
+    "rows_and_columns": on(2, S0, S1),
+    "hsdp": on(2, R, S0),
+    "fsdp2_over_tp": strided,
+    "sums": on(1, P),
+    "sums_of_rows": on(2, P, S0),
+    "columns_of_sums": on(2, S1, P),
+    "three_dimensions": on(3, R, S0, S1),
+    "four_dimensions": on(4, S1, S0, R, S1),
+    "each_kind_of_placement": on(3, P, S0, R),
     "several_meshes": several_meshes,
     "fsdp": cut("fsdp"),
     "fsdp_on_the_last_rank": cut("fsdp", how="last"),
@@ -215,7 +219,7 @@ LAYOUTS: dict[str, Callable[[Shapes], Placed]] = {
 
 
 # The shapes of what is no single matrix, and the options of its parameter group.
-FORMS: list[tuple[Shapes, dict[str, Any]]] = [
+FORMS = [
     ([(8, 8), (7, 5), (3, 9), (16, 4), (1, 8)], {}),
     ([(12, 8), (12, 5)], {"split": (7, 5)}),
     ([(12, 8), (12, 3)], {"split": {"sizes": (2, 1), "repeats": 4}}),
@@ -223,7 +227,7 @@ FORMS: list[tuple[Shapes, dict[str, Any]]] = [
     ([(9, 4, 3), (2, 3, 5)], {"flatten": True}),
     ([(5, 6, 4), (2, 9, 4)], {}),
 ]
-DTYPES: list[dict[str, Any]] = [
+DTYPES = [
     {"dtype": torch.float32},
     {"dtype": torch.bfloat16},
     {"dtype": torch.float64},
@@ -231,21 +235,21 @@ DTYPES: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "grad_dtype": torch.float32},
 ]
 ALGORITHMS = ["quintic", "gram", "symmetric"]
-RULES: list[dict[str, Any]] = [
+RULES = [
     {},
     {"nesterov": False},
     {"adjust_lr_fn": "match_rms_adamw"},
     {"momentum": 0.3, "weight_decay": 0.0},
 ]
-LOOPS: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]  # fmt: skip
+LOOPS = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]  # fmt: skip
 FLAGS = [(True, 1), (False, 1), (True, 0), (False, 0), (True, 2), (False, 2)]
 # The learning rate of a second parameter group, which has half of the parameters.
 SECOND_GROUP = [None, 0.3]
 # Which of the parameters have no gradient in the second step.
 MISSING = [slice(0), slice(0, 1), slice(1, None), slice(None)]
 OWNERS = ["chosen by Muon", "chosen by the user"]
-# After the first step.
-DEVICES = ["a CPU", "as on an accelerator"]
+# After the first step, or in the third one.
+PLACES = ["a CPU", "as on an accelerator", "under autocast"]
 
 
 class Cell(NamedTuple):
@@ -261,16 +265,16 @@ class Cell(NamedTuple):
     algorithm: str = ALGORITHMS[0]
     second_group: float | None = None
     owners: str = OWNERS[0]
-    device: str = DEVICES[0]
+    place: str = PLACES[0]
 
 
-COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, DEVICES)  # fmt: skip
+COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, PLACES)  # fmt: skip
 CELLS_OF_A_LAYOUT = 6
 # With this one, any two options are together in a cell.
 SEED = 0
 
 
-def cells_of(layout: str) -> list[Cell]:
+def cells_of(layout):
     """A layout has each option in one of its cells."""
     generator = random.Random(f"{SEED} {layout}")
     columns = []
@@ -283,7 +287,7 @@ def cells_of(layout: str) -> list[Cell]:
     return [Cell(*chosen) for chosen in zip(*columns, strict=True)]
 
 
-def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
+def make_twins(layout, cell):
     shapes, form = cell.form
     options: dict[str, Any] = {"lr": 0.1, **cell.rule, **cell.loop}
     is_stack = len(shapes[0]) > 2 and not form
@@ -298,8 +302,8 @@ def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
         config = dataclasses.replace(config, assign_fn=assigning(placed.holders))
     every = range(len(matrices))
     groups = [(every, form)]
-    if cell.second_group is not None:
-        half = len(matrices) // 2
+    half = max(1, len(matrices) // 2)
+    if cell.second_group is not None and half < len(matrices):
         second = {**form, "lr": cell.second_group}
         groups = [(every[:half], form), (every[half:], second)]
     twins = Twins(
@@ -315,8 +319,8 @@ def make_twins(layout: str, cell: Cell) -> tuple[Twins, Placed]:
     return twins, placed
 
 
-def assigning(holders: list[list[int]]) -> Callable:
-    def assign(params: list, state: dict) -> dict[int, list[int]]:
+def assigning(holders):
+    def assign(params, state):
         owners: dict[int, list[int]] = {}
         for index, ranks in enumerate(holders):
             owners.setdefault(ranks[(3 * index + 1) % len(ranks)], []).append(index)
@@ -325,13 +329,13 @@ def assigning(holders: list[list[int]]) -> Callable:
     return assign
 
 
-def check_cell(case: Any, layout: str, cell: Cell) -> None:
+def check_cell(case, layout, cell):
     """Three steps have the bits of one process. The third one computes nothing twice, and sends the least."""
     with case.subTest(layout=layout, **cell._asdict()):
         twins, placed = make_twins(layout, cell)
         twins.step()
         case.assertParity(twins, "step 1")
-        if cell.device != DEVICES[0]:
+        if cell.place == "as on an accelerator":
             as_on_an_accelerator(twins.optimizer)
         # It takes batches apart, which are rounded otherwise.
         with NewtonSchulzCalls():
@@ -340,7 +344,9 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
         twins.set_gradients()
         with NewtonSchulzCalls():
             twins.single.step()
-        with NewtonSchulzCalls() as calls, case.recorder() as seen:
+        is_autocast = cell.place == "under autocast"
+        autocast = torch.autocast("cpu", torch.float16, enabled=is_autocast)
+        with NewtonSchulzCalls() as calls, case.recorder() as seen, autocast:
             twins.optimizer.step()
         case.assertParity(twins, "step 3")
         check_computed_once(case, twins, placed, len(calls.shapes))
@@ -350,7 +356,7 @@ def check_cell(case: Any, layout: str, cell: Cell) -> None:
             case.assertEverywhere(too_much(twins, seen), "bytes")
 
 
-def check_computed_once(case: Any, twins: Twins, placed: Placed, calls: int) -> None:
+def check_computed_once(case, twins, placed, calls):
     (form, *_) = twins.single.param_groups
     own_share = 0.0
     for single, ranks in zip(twins.singles, placed.holders, strict=True):
@@ -361,7 +367,7 @@ def check_computed_once(case: Any, twins: Twins, placed: Placed, calls: int) -> 
     case.assertEqual(sum(count for _, count in shares_and_calls), expected)
 
 
-def too_much(twins: Twins, seen: Recorder) -> list[str]:
+def too_much(twins, seen):
     """Whether this rank receives more than what it lacks of its own matrices, and its pieces of the other ones."""
     rank = dist.get_rank()
     own = twins.optimizer.assignments.get(rank, [])
@@ -382,5 +388,5 @@ def too_much(twins: Twins, seen: Recorder) -> list[str]:
     return [] if received == expected else [f"{received} instead of {expected}"]
 
 
-def param_size(spec: Spec | Cut) -> int:
+def param_size(spec):
     return torch.Size(spec.shape).numel()

@@ -1,0 +1,243 @@
+# Owner(s): ["oncall: distributed"]
+"""The functions of a config outside of a step, and functions of users on several ranks."""
+
+import itertools
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Muon
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    DistributedConfig,
+)
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
+from torch.testing._internal.distributed._muon.common_modules import (
+    check_module,
+    make_units,
+    wrap,
+)
+from torch.testing._internal.distributed._muon.common_muon import (
+    full,
+    grid_of,
+    local,
+    mesh_of,
+    OnCPU,
+    piece_of,
+    place,
+    R,
+    S0,
+    Spec,
+    specs,
+    Twins,
+    wrap_functions,
+)
+
+
+class TestMuonRoundTrip(OnCPU):
+    def check_round_trip(self, config, tensor, spec):
+        whole = config.gather_fn(tensor, 3, config.state)
+        self.assertNotIsInstance(whole, DTensor)
+        self.assertEqual(tuple(whole.shape), spec.shape)
+        self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
+        # Each rank cuts its own tensor, whatever the other ranks have.
+        given = whole + self.rank
+        with Recorder() as seen:
+            mine = config.redistribute_fn(given, 0, config.state)
+            again = config.redistribute_fn(whole, 3, config.state)
+        self.assertEqual(seen.names, [])
+        self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
+        self.assertEqual(common_muon.placed(again), common_muon.placed(tensor))
+        self.assertTrue(torch.equal(local(again), local(tensor)))
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        placed = []
+        for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1)):
+            placed += specs(mesh, common_muon.all_placements(mesh), [(7, 5)])
+        strided = _StridedShard(0, split_factor=2)
+        placed.append(Spec((8, 5), grid_of(2, 2), (strided, S0)))
+        dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
+        twins = Twins([spec._replace(dtype=next(dtypes)) for spec in placed], lr=0.1)
+        # An unused config, and one before and after a step.
+        for config in (create_dtensor_config(), twins.config, twins.config):
+            with self.subTest(config=config):
+                for index, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                    config.state["current_param_idx"] = index
+                    with self.everywhere(f"{spec}"):
+                        self.check_round_trip(config, param.detach(), spec)
+                del config.state["current_param_idx"]
+                self.assertTrainsAlike(twins, 1)
+
+    def test_matrix_of_fsdp1(self):
+        for orig in (False, True):
+            with self.subTest(orig=orig):
+                single = nn.Linear(5, 7, bias=False)
+                weight = single.weight.detach().clone()
+                model = wrap(single, orig, units=None)
+                (param,) = model.parameters()
+                config = create_auto_config(module=model)
+                # A piece of a flat parameter does not know its matrix.
+                config.assign_fn([param], config.state)
+                piece = param.detach().clone()
+                found = config.gather_fn(piece, 0, config.state)
+                mine = config.redistribute_fn(weight, 0, config.state)
+                with self.everywhere():
+                    self.assertTrue(torch.equal(found, weight))
+                    self.assertTrue(torch.equal(mine, piece))
+
+    def test_gather_of_another_tensor(self):
+        """Only some ranks' pieces have another shape than before."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        whole = torch.ones(8, 3)
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "call gather_fn before"):
+                config.redistribute_fn(whole, 0, config.state)
+        for rows in (7, 8, 6, 8):
+            with self.subTest(rows=rows):
+                # The first zero is negative.
+                whole = torch.arange(3.0 * rows).view(rows, 3).neg()
+                piece = whole.tensor_split(4)[self.rank]
+                if rows == 6:
+                    config.assign_fn([piece], config.state)
+                found = config.gather_fn(piece, 0, config.state)
+                with self.everywhere(f"{rows} rows"):
+                    self.assertTrue(torch.equal(found, whole))
+                    self.assertTrue(torch.equal(found.signbit(), whole.signbit()))
+        # The first reader needs this rank's matrices of a stack only.
+        stack, other = torch.arange(60.0).view(5, 4, 3), create_dtensor_config()
+        piece = place(stack, Spec((5, 4, 3), mesh_of(4), (S0,)))
+        other.assign_fn([piece], other.state)
+        found = other.gather_fn(piece, 0, other.state)
+        with self.everywhere():
+            self.assertTrue(torch.equal(found, stack))
+            # These were silently cut to this rank's shape, and to this rank's matrices.
+            with self.assertRaisesRegex(ValueError, r"of shape \(8, 3\), not \(3, 8\)"):
+                config.redistribute_fn(whole.T, 0, config.state)
+            with self.assertRaisesRegex(ValueError, "other matrices of a stack"):
+                config.gather_fn(torch.ones(2, 3, 4), 0, config.state)
+
+
+class TestMuonUserFunctions(OnCPU):
+    def test_each_rank_goes_by_its_own_gradient(self):
+        """Muon makes no collective of its own here, so it cannot compare the ranks."""
+        config = create_dtensor_config()
+        wrap_functions(config, "gather_fn", "redistribute_fn")
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]), config)
+        page = twins.optimizer.describe()
+        self.assertIn("The user's functions exchange matrices", page)
+        twins.set_gradients([1] if self.rank == 2 else [])
+        param = local(twins.params[1].detach())
+        before = param.clone()
+        with Recorder() as seen:
+            twins.optimizer.step()
+        with self.everywhere():
+            self.assertNotIn("all_reduce", seen.names)
+            self.assertEqual(torch.equal(param, before), self.rank == 2)
+
+    def test_update_that_stays_with_its_owner(self):
+        def sent(update, owner, state):
+            dist.broadcast(update, owner)
+            return update
+
+        for redistribute in (sent, lambda update, owner, state: update):
+            with self.subTest(redistribute=redistribute):
+                functions = lambda p, s: {0: [0]}, lambda t, owner, s: t, redistribute
+                param = nn.Parameter(torch.ones(4, 4))
+                param.grad = torch.eye(4)
+                config = DistributedConfig(*functions, {})
+                muon = Muon([param], distributed_config=config)
+                diverges = None if redistribute is sent else "diverge"
+                with self.assertWarnsOnce(diverges, ranks=(1, 2, 3)):
+                    muon.step()
+
+    def test_owner_that_hands_on_nothing(self):
+        """The other rank of each pair waits for the owner until the timeout of their group."""
+        pairs = [(0, 1), (2, 3)]
+        groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in pairs]
+        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
+        config = create_dtensor_config()
+        built = config.redistribute_fn
+        config.redistribute_fn = lambda full, rank, state: built(None, rank, state)
+        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
+        twins.set_gradients()
+        is_owner = bool(twins.optimizer.assignments.get(self.rank))
+        pattern = "redistribute_fn was given None" if is_owner else ""
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+
+    def test_wrapped_functions_over_fsdp1(self):
+        """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
+        one = make_units()
+        model = wrap(make_units(), True)
+        config = create_auto_config(module=model)
+        wrap_functions(config, "gather_fn")
+        pieces = {"one": one, "fsdp": model.process_group}
+        inputs = partial(full, shape=(5, 9))
+        check_module(self, model, config, inputs=inputs, **pieces)
+        flat = wrap(make_units(), units=None)
+        (given,) = flat.parameters()
+        config = create_auto_config(fsdp_process_group=flat.process_group)
+        config.assign_fn([given], config.state)
+        gather = partial(config.gather_fn, given.detach(), 0, config.state)
+        pattern = "parameter 0 .*holds 6 matrices"
+        self.assertRaisesEverywhere(gather, ValueError, pattern)
+        wrap_functions(config, "gather_fn")
+        build = partial(Muon, [given], distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, pattern)
+
+
+class TestMuonSplitWithUserFunctions(OnCPU):
+    def test_sizes_of_the_whole_weight(self):
+        """Those of the shard passed, and failed in the first step."""
+
+        def gather(piece, owner, state):
+            pieces = [torch.empty_like(piece) for _ in range(self.world_size)]
+            dist.all_gather(pieces, piece.contiguous())
+            return torch.cat(pieces)
+
+        def mine(full):
+            return full.chunk(self.world_size)[self.rank].clone()
+
+        def redistribute(full, owner, state):
+            dist.broadcast(full, owner)
+            return mine(full)
+
+        for split, is_exact in (
+            ((8, 8, 8), True),
+            ((16, 4, 4), False),
+            ({"sizes": (4, 1, 1), "repeats": 4}, False),
+            ({"sizes": (2, 4, 2), "dim": 1}, False),
+            ((2, 2, 2), None),
+        ):
+            with self.subTest(split=split):
+                whole = nn.Parameter(full(0, (24, 8)))
+                shard = nn.Parameter(mine(whole.detach()))
+                functions = lambda p, s: {1: [0]}, gather, redistribute
+                config = DistributedConfig(*functions, {})
+                group = {"split": split, "lr": 0.1}
+                groups = [{"params": [shard], **group}]
+                muon = Muon(groups, distributed_config=config)
+                whole.grad = full(1, (24, 8))
+                shard.grad = mine(whole.grad)
+                if is_exact is None:
+                    words = "parameter 0.*adds up to 6, but dimension 0 has 24"
+                    self.assertRaisesEverywhere(muon.step, ValueError, words)
+                    continue
+                Muon([{"params": [whole], **group}]).step()
+                muon.step()
+                with self.everywhere():
+                    # The update of other parts than the first one is rounded once more, to bfloat16.
+                    most = 0 if is_exact else 0.1 * 1.5 * 2**-8
+                    expected = mine(whole.detach())
+                    self.assertEqual(shard.detach(), expected, rtol=0, atol=most)
+
+
+if __name__ == "__main__":
+    run_tests()
