@@ -117,8 +117,8 @@ UNTRACED = {
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     name, case = item.path.stem, getattr(item.cls, "__name__", "")
-    is_traced = name.startswith("test_muon") and name not in UNTRACED_FILES
-    is_traced = is_traced and case not in UNTRACED
+    is_traced = name.startswith(("test_muon", "test_newton_schulz"))
+    is_traced = is_traced and name not in UNTRACED_FILES and case not in UNTRACED
     # In a run of some tests, all of them are measured.
     if os.environ.get("MUON_MEASURE") != "once" or is_traced:
         return (yield)

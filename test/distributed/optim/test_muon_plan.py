@@ -18,6 +18,7 @@ from torch.optim._muon_engine.plan import (
     order_of_operations,
 )
 from torch.optim._muon_engine.regions import checked, Layout, Matrix, Region
+from torch.optim._muon_engine.step import PackedStep
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.checkers.accelerator import Accelerator
 from torch.testing._internal.distributed._muon.checkers.ranks import (
@@ -281,6 +282,11 @@ class TestBuilding(TestCase):
         without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
         with Rank(self.program, 1) as rank:
             with mock.patch.object(dist, "all_reduce", without_memory):
+                with self.assertRaisesRegex(torch.OutOfMemoryError, "^no memory"):
+                    rank.build()
+        # All ranks raise it before they connect.
+        with Rank(self.program, 1, "lazy:0") as rank, Accelerator():
+            with mock.patch.object(PackedStep, "reserve", without_memory):
                 with self.assertRaisesRegex(torch.OutOfMemoryError, "^no memory"):
                     rank.build()
 
