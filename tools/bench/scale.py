@@ -30,7 +30,7 @@ from torch.optim._muon_engine.plan import (
     Plan,
     ROUNDS_IN_FLIGHT,
 )
-from torch.optim._muon_engine.regions import Matrix
+from torch.optim._muon_engine.params import Matrix, Param
 from torch.optim._newton_schulz import NS_DTYPE
 from torch.optim.muon import partition_named_parameters
 
@@ -137,7 +137,7 @@ def matrices_of(case: Case) -> list[Matrix]:
         placements = _placements(case, index, is_stack)
         mesh = flat if len(placements) == 1 else square
         param = _distributed(shape, mesh, tuple(placements))
-        matrices += layouts.of(index, None, param, for_whole_mesh=True)
+        matrices += layouts.of(Param(index, param), for_whole_mesh=True)
     return matrices
 
 

@@ -84,7 +84,7 @@ def _memory(engine: Any) -> int:
         packed = held + sum(bucket.exchange.receive_sizes)
         # Regions are blended and updated in the dtype of parameters.
         working = 0
-        dtype = plan.matrices[bucket.matrices[0]].dtype
+        dtype = plan.matrices[bucket.matrices[0]].param.traits.momentum_dtype
         if dtype != NS_DTYPE:
             working = min(TOGETHER_BYTES, (held + received) * dtype.itemsize)
         if phase is Phase.GATHER:
@@ -124,7 +124,7 @@ class Hints:
         for matrix in engine.plan.matrices:
             ranks = matrix.layout.ranks
             speaker = ranks[0] if len(ranks) > 1 else 0
-            if engine.rank == speaker and matrix.expert is None:
+            if engine.rank == speaker and matrix.param.expert is None:
                 if matrix.layout.numel_of(engine.rank):
                     self._watched.add(matrix.index)
         self._last_step = 0

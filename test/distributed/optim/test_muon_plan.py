@@ -17,7 +17,8 @@ from torch.optim._muon_engine.plan import (
     make_plan,
     order_of_operations,
 )
-from torch.optim._muon_engine.regions import checked, Layout, Matrix, Region
+from torch.optim._muon_engine.params import checked, Matrix, Param
+from torch.optim._muon_engine.regions import Layout, Region
 from torch.optim._muon_engine.step import PackedStep
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.checkers.accelerator import Accelerator
@@ -52,7 +53,7 @@ def rows_of(shape, grid):
 def matrices_of(shapes, grid):
     layouts = {shape: rows_of(shape, grid) for shape in set(shapes)}
     return [
-        Matrix(index, shape, torch.float32, layouts[shape], "")
+        Matrix(Param(index, torch.empty(shape, device="meta")), shape, layouts[shape])
         for index, shape in enumerate(shapes)
     ]
 
@@ -74,7 +75,7 @@ class TestRegions(TestCase):
             ([upper, lower._replace(row=3)], "its pieces hold 16 of 16 elements"),
         ):
             layout = Layout((tuple(range(len(regions))),), tuple(zip(regions)))
-            matrix = Matrix(0, (4, 4), torch.float32, layout, "made up", name="w")
+            matrix = Matrix(Param(0, torch.empty(4, 4), "w"), (4, 4), layout, "made up")
             with self.assertRaisesRegex(ValueError, f"'w'.*{problem}.*made up"):
                 checked([matrix])
 
@@ -87,7 +88,7 @@ class TestRegions(TestCase):
         parts = groups.OwnParts(groups.GroupsReader({}))
         spec = mock.Mock(mesh=mock.Mock(ndim=2))
         with self.assertRaisesRegex(ValueError, "mesh of 2 dimensions"):
-            parts._tp_of_spec(0, "w", spec)
+            parts._tp_of_spec(mock.Mock(), spec)
 
 
 class TestOwners(TestCase):

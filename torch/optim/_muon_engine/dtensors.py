@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, cast, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,43 +12,29 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .._muon_split import Split
-from .local import traits_of
-from .process_groups import process_rank, Ranks, short_name
-from .regions import (
+from .params import (
     checked,
-    describe,
-    Grid,
-    Layout,
     Matrix,
     matrix_shape,
     not_2d,
-    Region,
-    Regions,
+    Param,
+    shared_name,
+    whole_matrices,
 )
+from .process_groups import process_rank, Ranks, short_name
+from .regions import Grid, Layout, Region, Regions
 
 
 # Consecutive indices: the first one of each run, and how many.
 Runs = tuple[tuple[int, int], ...]
 
 
-class ParamInfo(NamedTuple):
-    """A parameter's index in the dicts of the config, and its name. ``form`` has its options ``split`` and ``flatten``."""
-
-    config_index: int
-    name: str | None = None
-    form: tuple[Split, bool] = (Split(), False)
-
-
 class Fact(NamedTuple):
-    """What the ranks of ``groups``, in whose order they meet, compare of a parameter or matrix."""
+    """What ``ranks`` compare of a parameter, or of a matrix in it: its description, and the value of each field in words."""
 
     ranks: Ranks
-    groups: Sequence[ProcessGroup]
-    # pyrefly: ignore [bad-override]
-    index: int
+    param: Param
     described: str
-    # The value of each field, in words.
     fields: Mapping[str, str]
 
 
@@ -58,141 +44,101 @@ class Reader:
     def __init__(self) -> None:
         # Index in the config -> the expert's id.
         self.experts: Mapping[int, int] = {}
-        # What ranks compare of the parameters that were read last; after an error, of those that can be compared.
+        # What ranks compare of the parameters that were read last, and the groups in which they meet, one after another.
+        # After an error, of those that can be compared.
         self.facts: list[Fact] = []
+        self.groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
         # The groups that may be those of a grid's ranks, from the parameters that were read last.
         self.candidates: list[ProcessGroup] = []
         self.dtensors = DTensorLayouts()
-        # Index -> the matrices in a parameter, and a tensor with its type and local shape.
-        self.by_param: dict[int, tuple[list[Matrix], Tensor]] = {}
-        self._infos: Sequence[ParamInfo] = ()
+        # Index -> the parameter that was read last, and its matrices on this rank.
+        self.params: dict[int, Param] = {}
+        self.by_param: dict[int, list[Matrix]] = {}
 
-    def info(self, index: int) -> ParamInfo:
-        """The info with which parameter ``index`` was read, or its default."""
-        return self._infos[index] if index < len(self._infos) else ParamInfo(index)
+    def as_param(self, tensor: Tensor, index: int) -> Param:
+        """``tensor`` in the place of parameter ``index``."""
+        if index in self.params:
+            return self.params[index].with_tensor(tensor)
+        param = Param(index, tensor)
+        param.expert = self.experts.get(index)
+        return param
 
-    def _begin(self, params: Sequence[Tensor], infos: Sequence[ParamInfo]) -> None:
+    def _begin(self, params: Sequence[Param]) -> None:
         """Forgets the parameters that were read before."""
-        self._infos, self.by_param = infos, {}
+        self.params, self.by_param = {}, {}
         # Another mesh may get the address of a former one.
         self.dtensors = DTensorLayouts()
-        names = [self.info(index).name for index in range(len(params))]
-        self.facts, self.candidates = facts_of(params, names)
+        for param in params:
+            param.expert = self.experts.get(param.config_index)
+            self.params[param.index] = param
+        self._read_meshes([param for param in params if param.is_dtensor])
+
+    def _read_meshes(self, params: Sequence[Param]) -> None:
+        """Takes the facts about DTensors, and their meshes' groups. It reads no layout, so each rank has this even if it
+        cannot read a parameter.
+        """
+        placed: list[tuple[Param, DeviceMesh]] = []
+        for param in params:
+            mesh = cast(DTensor, param.tensor).device_mesh
+            if mesh.get_coordinate() is not None:
+                placed.append((param, mesh))
+        # Ranks may list parameters in different orders, and must meet in one mesh of several that have the same ranks.
+        meshes = sorted({mesh for _, mesh in placed}, key=_order_of_mesh)
+        # The lists of thousands of ranks take long to make.
+        ranks_of = {mesh: mesh_ranks(mesh) for mesh in meshes}
+        arrangements = {mesh: short_name(mesh.mesh.tolist()) for mesh in meshes}
+        self.groups_of, self.candidates = {}, []
+        for mesh in meshes:
+            groups = mesh.get_all_groups()
+            self.groups_of.setdefault(ranks_of[mesh], groups)
+            self.candidates += [*groups, *_flattened_groups(mesh)]
+        self.facts = []
+        for param, mesh in sorted(placed, key=lambda of: of[0].place_of_expert):
+            fields = {
+                "name": shared_name(param, param.name),
+                "shape": str(tuple(param.tensor.shape)),
+                "placement": _in_words(param.tensor),
+                "mesh": arrangements[mesh],
+            }
+            self.facts.append(Fact(ranks_of[mesh], param, param.described, fields))
 
     def read(
-        self,
-        params: Sequence[Tensor],
-        infos: Sequence[ParamInfo] = (),
-        check: Callable[[], None] = lambda: None,
+        self, params: Sequence[Param], check: Callable[[], None] = lambda: None
     ) -> list[Matrix]:
         """The matrices in ``params``, in an order that all ranks share. Raises the error of ``check``, or a ValueError for a
-        parameter that cannot be read. The ranks agree later. ``infos`` are about each parameter (default: its index is
-        its config index).
+        parameter that cannot be read. The ranks agree later.
         """
-        self._begin(params, infos)
+        self._begin(params)
         check()
         matrices: list[Matrix] = []
-        for index, param in enumerate(params):
-            of_param = self.matrices_of(param, index)
-            # This rank may have no matrix of a stack.
-            if of_param:
-                self.by_param[index] = of_param, param
-                matrices += of_param
-        return in_common_order(checked(matrices), self.facts)
+        for param in params:
+            matrices += self.matrices_of(param)
+        return self._taken(checked(matrices))
 
-    def check_tp_dim(self, tensor: Tensor, index: int) -> None:
+    def _taken(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """The ``matrices`` that were read, by the ranks that compare them, and in the order of indices. Experts come last, by
+        their ids. Ranks compare the order of what they all have, but matrices that other ranks compare may meet these in
+        one grid.
+        """
+        for matrix in matrices:
+            self.by_param.setdefault(matrix.index, []).append(matrix)
+        ranks_of = {fact.param.index: fact.ranks for fact in self.facts}
+
+        def place(matrix: Matrix) -> tuple[int, Ranks]:
+            return matrix.param.place_of_expert, ranks_of.get(matrix.index, ())
+
+        return sorted(matrices, key=place)
+
+    def check_tp_dim(self, param: Param) -> None:
         """Placements say what TP cuts."""
 
-    def matrices_of(self, tensor: Tensor, index: int) -> list[Matrix]:
-        """The matrices in parameter ``index``, or in a ``tensor`` in its place."""
-        _, name, form = self.info(index)
-        if tensor.ndim < 2:
-            raise not_2d(describe(index, tensor.shape, name))
-        if isinstance(tensor, DTensor):
-            return self.dtensors.of(index, name, tensor, form)
-        return whole_matrices(index, name, tensor, form)
-
-
-def whole_matrices(
-    index: int, name: str | None, tensor: Tensor, form: tuple[Split, bool]
-) -> list[Matrix]:
-    """The matrices of a plain ``tensor`` that this rank has alone."""
-    split, flatten = form
-    rows, columns = matrix_shape(tensor.shape, flatten)
-    count = 1 if flatten else math.prod(tensor.shape[:-2])
-    traits = traits_of(tensor)
-    matrices: list[Matrix] = []
-    for sub in range(count):
-        region = Region(0, 0, rows, columns, sub * rows * columns, columns)
-        regions = (region,) if region.numel else ()
-        layout = Layout(((process_rank(),),), (regions,))
-        matrices.append(
-            Matrix(
-                index,
-                (rows, columns),
-                traits.momentum_dtype,
-                layout,
-                "no process groups",
-                traits.frozen,
-                sub,
-                name,
-                split=split,
-            )
-        )
-    return matrices
-
-
-def facts_of(
-    params: Sequence[Tensor], names: Sequence[str | None]
-) -> tuple[list[Fact], list[ProcessGroup]]:
-    """What the ranks of each mesh compare of DTensors, and the groups among these ranks. It reads no layout, so each rank
-    has this even if it cannot read a parameter.
-    """
-    placed: list[tuple[int, DTensor]] = []
-    for index, param in enumerate(params):
-        if (
-            isinstance(param, DTensor)
-            and param.device_mesh.get_coordinate() is not None
-        ):
-            placed.append((index, param))
-    # Ranks may list parameters in different orders, and must meet in one mesh of several that have the same ranks.
-    meshes = sorted({param.device_mesh for _, param in placed}, key=_order_of_mesh)
-    # The lists of thousands of ranks take long to make.
-    ranks_of = {mesh: mesh_ranks(mesh) for mesh in meshes}
-    arrangements = {mesh: short_name(mesh.mesh.tolist()) for mesh in meshes}
-    groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
-    candidates: list[ProcessGroup] = []
-    for mesh in meshes:
-        groups = mesh.get_all_groups()
-        groups_of.setdefault(ranks_of[mesh], groups)
-        candidates += [*groups, *_flattened_groups(mesh)]
-    facts: list[Fact] = []
-    for index, param in placed:
-        ranks, name = ranks_of[param.device_mesh], names[index]
-        fields = {
-            "name": str(name),
-            "shape": str(tuple(param.shape)),
-            "placement": _in_words(param),
-            "mesh": arrangements[param.device_mesh],
-        }
-        described = describe(index, param.shape, name)
-        facts.append(Fact(ranks, groups_of[ranks], index, described, fields))
-    return facts, candidates
-
-
-def in_common_order(
-    matrices: Sequence[Matrix], facts: Sequence[Fact] = ()
-) -> list[Matrix]:
-    """The ``matrices`` by the ranks that compare them, and in the order of indices. Experts come last, by their ids. Ranks
-    compare the order of what they all have, but matrices that other ranks compare may meet these in one grid.
-    """
-    ranks_of = {fact.index: fact.ranks for fact in facts}
-
-    def place(matrix: Matrix) -> tuple[int, Ranks]:
-        expert = -1 if matrix.expert is None else matrix.expert
-        return expert, ranks_of.get(matrix.index, ())
-
-    return sorted(matrices, key=place)
+    def matrices_of(self, param: Param) -> list[Matrix]:
+        """The matrices in a parameter."""
+        if param.tensor.ndim < 2:
+            raise not_2d(param.described)
+        if param.is_dtensor:
+            return self.dtensors.of(param)
+        return whole_matrices(param)
 
 
 def _order_of_mesh(mesh: DeviceMesh) -> tuple:
@@ -200,7 +146,7 @@ def _order_of_mesh(mesh: DeviceMesh) -> tuple:
     return mesh.ndim, mesh.mesh.tolist(), names
 
 
-def _in_words(tensor: DTensor) -> str:
+def _in_words(tensor: Any) -> str:
     placements = tuple(map(str, tensor.placements))
     return f"placements {placements} on mesh {tuple(tensor.device_mesh.shape)}"
 
@@ -230,21 +176,14 @@ class DTensorLayouts:
         # Matrix in a stack -> its layout, by everything that they depend on.
         self._layouts: dict[tuple, dict[int, Layout]] = {}
 
-    def of(
-        self,
-        index: int,
-        name: str | None,
-        tensor: DTensor,
-        form: tuple[Split, bool] = (Split(), False),
-        for_whole_mesh: bool = False,
-    ) -> list[Matrix]:
-        """The matrices of ``tensor`` of which this rank has a part, or ``for_whole_mesh`` all. Raises ValueError for an
-        unknown placement, a mesh without this rank, or a local tensor of another size.
+    def of(self, param: Param, for_whole_mesh: bool = False) -> list[Matrix]:
+        """The matrices of which this rank has a part, or ``for_whole_mesh`` all. Raises ValueError for an unknown placement,
+        a mesh without this rank, or a local tensor of another size.
         """
-        split, flatten = form
+        tensor = cast(DTensor, param.tensor)
         rank, local = process_rank(), tensor._local_tensor
         try:
-            layouts = self._layouts_of(tensor, flatten, for_whole_mesh)
+            layouts = self._layouts_of(tensor, param.flatten, for_whole_mesh)
             numel = 0
             for layout in layouts.values():
                 if rank in layout.ranks:
@@ -254,28 +193,14 @@ class DTensorLayouts:
                     f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
                 )
         except ValueError as problem:
-            described = describe(index, tensor.shape, name)
             raise ValueError(
-                f"{described}, placements {tensor.placements} on {tensor.device_mesh}: {problem}"
+                f"{param.described}, placements {tensor.placements} on {tensor.device_mesh}: {problem}"
             ) from None
-        shape, traits = matrix_shape(tensor.shape, flatten), traits_of(tensor)
-        placement = _in_words(tensor)
-        matrices: list[Matrix] = []
-        for sub, layout in layouts.items():
-            matrices.append(
-                Matrix(
-                    index,
-                    shape,
-                    traits.momentum_dtype,
-                    layout,
-                    placement,
-                    traits.frozen,
-                    sub,
-                    name,
-                    split=split,
-                )
-            )
-        return matrices
+        shape, placement = matrix_shape(tensor.shape, param.flatten), _in_words(tensor)
+        return [
+            Matrix(param, shape, layout, placement, sub)
+            for sub, layout in layouts.items()
+        ]
 
     def _layouts_of(
         self, tensor: DTensor, flatten: bool, for_whole_mesh: bool

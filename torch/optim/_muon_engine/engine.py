@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from . import process_groups
 from .agreement import agree, Meeting, Signature
 from .config import DistributedConfig
-from .dtensors import ParamInfo, Reader
+from .dtensors import Reader
 from .factory import (
     choose_owners,
     describe_state,
@@ -23,19 +23,20 @@ from .factory import (
     users_functions,
 )
 from .flights import CollectiveError
+from .inputs import StepInputs
 from .local import device_of, fitting_part, traits_of
 from .params import (
     fit_momentum,
     inherit_momentum,
     Lineage,
+    Matrix,
     Param,
     Replacement,
     States,
-    StepInputs,
 )
 from .plan import make_plan, Plan
 from .process_groups import counters_of, grid_groups, GridGroups, listed
-from .regions import Grid, Matrix, ranks_of
+from .regions import Grid, ranks_of
 from .step import PackedStep, Runner
 
 
@@ -128,13 +129,12 @@ class Engine:
             config.check()
             _, self.assignments = self._assigned([])
             return
-        infos = [ParamInfo(p.config_index, p.name, p.form) for p in self.params]
         matrices: list[Matrix] = []
         owners: Sequence[int] = ()
         device_type = ""
         own_error = None
         try:
-            matrices = reader.read([p.tensor for p in self.params], infos, check)
+            matrices = reader.read(self.params, check)
             config.check()
             owners, self.assignments = self._assigned(matrices)
             if self.is_packed:
@@ -190,9 +190,8 @@ class Engine:
         owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
         options: dict[int, dict[str, str]] = {}
         signatures: dict[Any, list[Signature]] = {}
-        groups: dict[Any, Sequence[Any]] = {}
         for fact in reader.facts:
-            param = self.params[fact.index]
+            param = fact.param
             if param.param_group not in options:
                 options[param.param_group] = param.formulas.option_texts() | of_config
             fields = {
@@ -207,17 +206,17 @@ class Engine:
                 "replaced": str(param.tensor not in before),
                 **options[param.param_group],
             }
-            _, flatten = param.form
-            if param.tensor.ndim <= 2 or flatten:
+            if param.tensor.ndim <= 2 or param.flatten:
                 # Ranks may hold different matrices of a stack.
-                fields["owner"] = str(owner_of.get(fact.index))
+                fields["owner"] = str(owner_of.get(param.index))
             signature = Signature(fact.described, tuple(fields.items()))
             signatures.setdefault(fact.ranks, []).append(signature)
-            groups.setdefault(fact.ranks, fact.groups)
         meetings: list[Meeting] = []
         for ranks, of_ranks in signatures.items():
             if len(ranks) > 1:
-                several = [group for group in groups[ranks] if group.size() > 1]
+                several = [
+                    group for group in reader.groups_of[ranks] if group.size() > 1
+                ]
                 meetings.append(Meeting(ranks, several, of_ranks))
         # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
         return sorted(meetings, key=lambda of: (len(of.ranks), of.ranks))
@@ -239,8 +238,7 @@ class Engine:
 
     def _in_common_order(self) -> list[Param]:
         """The parameters in the order of all ranks: experts last, by their ids."""
-        experts = {} if self.reader is None else self.reader.experts
-        return sorted(self.params, key=lambda p: experts.get(p.config_index, -1))
+        return sorted(self.params, key=lambda param: param.place_of_expert)
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -279,7 +277,6 @@ class Engine:
         if self._runner is None and self.is_packed:
             self._runner = PackedStep(
                 self.plan,
-                self.params,
                 self.groups,
                 self._serials,
                 self.rank,
@@ -487,7 +484,7 @@ def step_once(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        if fitting_part(param.tensor, buf, param.grad_dtype) is None:
+        if fitting_part(param.tensor, buf, param.traits.grad_dtype) is None:
             raise ValueError(
                 f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
             )

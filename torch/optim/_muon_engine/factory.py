@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from .config import DistributedConfig
 from .dtensors import Reader
 from .plan import assign_owners
+from .params import Matrix, Param
 from .process_groups import counters_of, process_rank
-from .regions import Matrix
 
 
 # Entries of a config's state: the matrices while an engine calls an ``assign_fn``, the step that calls the
@@ -42,7 +42,7 @@ def _assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]
         # An earlier reader describes other parameters.
         state.pop(READER, None)
         reader = _reader(state)
-        matrices = reader.read(params)
+        matrices = reader.read([Param(i, p) for i, p in enumerate(params)])
         describe_state(reader, state)
     return choose_owners(len(params), matrices)[1]
 
@@ -61,7 +61,7 @@ def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Te
 
     index, reader = state.get("current_param_idx", 0), _reader(state)
     if tensor is not None:
-        reader.check_tp_dim(tensor, index)
+        reader.check_tp_dim(reader.as_param(tensor, index))
     if STEP in state:
         tensor = state[STEP].broadcast(index, tensor, shape_of(reader, index))
     if tensor is None:
@@ -145,9 +145,9 @@ def choose_owners(
 def describe_state(reader: Reader, state: dict[str, Any]) -> None:
     """Writes the entries into a config's ``state`` that users are promised."""
     state["param_metadata"] = {
-        index: {"device_mesh": like.device_mesh, "placements": like.placements}
-        for index, (_, like) in reader.by_param.items()
-        if isinstance(like, DTensor)
+        index: {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        for index, (matrix, *_) in reader.by_param.items()
+        if isinstance(tensor := matrix.param.tensor, DTensor)
     }
 
 

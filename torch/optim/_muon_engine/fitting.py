@@ -21,8 +21,8 @@ from .local import (
     local_part,
     takes_update,
 )
+from .params import Matrix, Param
 from .process_groups import process_rank
-from .regions import Matrix
 
 
 def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,7 +118,7 @@ def fitting_momentum(
             mesh, whole = buffer.device_mesh, _replicated(buffer)
             buffer = buffer.redistribute(mesh, whole).to_local()
         if isinstance(param, DTensor):
-            buffer = cut_out(DTensorLayouts().of(0, None, param), buffer, param)
+            buffer = cut_out(DTensorLayouts().of(Param(0, param)), buffer, param)
     if fitting_part(param, buffer, dtype) is None:
         moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
         buffer = like_param(param, moved)

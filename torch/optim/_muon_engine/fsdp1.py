@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .params import matrix_shape, not_2d
 from .process_groups import listed
-from .regions import matrix_shape, not_2d, Region
+from .regions import Region
 
 
 class FlatTensor(NamedTuple):

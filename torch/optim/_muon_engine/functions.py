@@ -17,9 +17,9 @@ from .._muon_formulas import _adjust_lr
 from .._newton_schulz import NS_DTYPE
 from .factory import lent, MATRICES, READER, STEP
 from .local import is_dtensor, like_param, local_part, takes_update
-from .params import Param, StepInputs
+from .inputs import StepInputs
+from .params import Matrix, matrix_shape, Param
 from .process_groups import listed, spanning_group
-from .regions import Matrix, matrix_shape
 from .step import Runner
 
 

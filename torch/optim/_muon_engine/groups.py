@@ -8,28 +8,29 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn, Tensor
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
 from .agreement import agree, all_gather_object, Meeting, reaching
-from .dtensors import (
-    Fact,
-    in_common_order,
-    mesh_ranks,
-    ParamInfo,
-    Reader,
+from .dtensors import Fact, mesh_ranks, Reader
+from .joins import Cut, Cuts, in_words, join, KINDS, Name, Part, Told
+from .local import local_part
+from .params import (
+    checked,
+    Matrix,
+    not_2d,
+    own_layout,
+    Param,
+    shared_name,
     whole_matrices,
 )
-from .joins import Cut, Cuts, in_words, join, KINDS, Name, Part, Told
-from .local import local_part, traits_of
 from .process_groups import (
     grid_groups,
     group_ranks,
@@ -38,16 +39,7 @@ from .process_groups import (
     process_rank,
     Ranks,
 )
-from .regions import (
-    checked,
-    describe,
-    Layout,
-    Matrix,
-    not_2d,
-    place_in_order,
-    ranks_of,
-    Regions,
-)
+from .regions import Layout, place_in_order, ranks_of
 from .tp_dims import tp_mark_of, TPDims
 
 
@@ -83,9 +75,9 @@ class GroupsReader(Reader):
         self._has_read = False
         self.candidates = [*self.shared.values()]
 
-    def check_tp_dim(self, tensor: Tensor, index: int) -> None:
-        """Raises IndexError if ``tensor`` does not have its TP dimension."""
-        self.tp_dims.check(self.info(index).config_index, tensor, index)
+    def check_tp_dim(self, param: Param) -> None:
+        """Raises IndexError if a parameter does not have its TP dimension."""
+        self.tp_dims.check(param)
 
     def _check_indices(self, count: int) -> None:
         """Raises ValueError if a dict of the config names a parameter that is none of ``count``."""
@@ -100,88 +92,62 @@ class GroupsReader(Reader):
                 )
 
     def read(
-        self,
-        params: Sequence[Tensor],
-        infos: Sequence[ParamInfo] = (),
-        check: Callable[[], None] = lambda: None,
+        self, params: Sequence[Param], check: Callable[[], None] = lambda: None
     ) -> list[Matrix]:
-        """All matrices in ``params``, in an order that all ranks share. The ranks of the groups
-        exchange their parts, and all of them raise an error of ``check`` on one of them. ``infos`` are about each
-        parameter (default: its index is its config index).
+        """The matrices in ``params``, in an order that all ranks share. The ranks of the groups exchange their parts, and all
+        of them raise an error of ``check`` on one of them.
         """
         is_first = not self._has_read
         self._has_read = True
-        self._begin(params, infos)
+        self._begin(params)
         of_meshes = self.candidates
-        named = [self._named_by_expert(fact) for fact in self.facts]
-        self.facts = [fact for _, fact in sorted(named, key=itemgetter(0))]
         parts = OwnParts(self)
         try:
             parts.look_at_module()
-            self.tp_dims.look_at(params, parts.views)
+            self.tp_dims.look_at([param.tensor for param in params], parts.views)
             check()
             if is_first:
                 self._check_indices(len(params))
-            for index, param in enumerate(params):
-                parts.add(index, param)
+            for param in params:
+                parts.add(param)
         except Exception as error:
             # The other ranks are on their way into the exchange, so they hear of it there.
             parts.error = error
         matrices = parts.completed(of_meshes if parts.group_of else ())
-        for matrix in matrices:
-            of_param, _ = self.by_param.setdefault(
-                matrix.index, ([], params[matrix.index])
-            )
-            of_param.append(matrix)
         self.candidates = [*parts.group_of.values(), *of_meshes]
         joined = [m for m, cuts in zip(matrices, parts.cuts, strict=True) if cuts]
-        self.facts += self._facts(joined)
-        return in_common_order(matrices, self.facts)
+        self._add_facts(joined)
+        return self._taken(matrices)
 
-    def _named_by_expert(self, fact: Fact) -> tuple[int, Fact]:
-        """The id of a parameter's expert, -1 for none, and the ``fact`` with that name."""
-        expert = self.experts.get(self.info(fact.index).config_index)
-        if expert is None:
-            return -1, fact
-        return expert, fact._replace(fields={**fact.fields, "name": f"expert {expert}"})
-
-    def _facts(self, matrices: Sequence[Matrix]) -> list[Fact]:
-        """The facts about matrices that groups share. Their ranks know the grids, and meet in their rows and columns."""
-        facts: list[Fact] = []
+    def _add_facts(self, matrices: Sequence[Matrix]) -> None:
+        """Adds the facts about matrices that groups share. Their ranks know the grids, and meet in their rows and columns."""
         # The ranks of several grids meet in the first one.
-        groups: dict[Ranks, list[ProcessGroup]] = {}
         for grid in sorted({m.layout.grid for m in matrices}, key=place_in_order):
-            of_grid = grid_groups(grid, self.candidates).several
-            groups.setdefault(ranks_of(grid), of_grid)
-        for matrix in in_common_order(matrices):
+            groups = grid_groups(grid, self.candidates).several
+            self.groups_of.setdefault(ranks_of(grid), groups)
+        for matrix in sorted(matrices, key=lambda m: m.param.place_of_expert):
             layout = matrix.layout
-            name = str(matrix.name)
-            if matrix.expert is not None:
-                # Ranks may name the modules of an expert differently.
-                name = f"expert {matrix.expert}"
             fields = {
-                "name": name,
+                "name": shared_name(matrix.param, matrix.name),
                 "shape": str(matrix.shape),
                 "placement": matrix.placement,
                 "shards": layout.digest,
             }
-            of_ranks, described = groups[layout.ranks], matrix.described
-            facts.append(Fact(layout.ranks, of_ranks, matrix.index, described, fields))
-        return facts
+            fact = Fact(layout.ranks, matrix.param, matrix.described, fields)
+            self.facts.append(fact)
 
-    def matrices_of(self, tensor: Tensor, index: int) -> list[Matrix]:
-        """The matrices of a plain ``tensor``, which takes the place of parameter ``index``. The ranks of the
-        groups exchange their parts.
+    def matrices_of(self, param: Param) -> list[Matrix]:
+        """The matrices of a parameter that takes the place of one that was read. The ranks of the groups exchange their
+        parts.
         """
-        _, flatten = self.info(index).form
-        if tensor.ndim > 2 and not flatten and "fsdp" in self.shared:
+        if param.tensor.ndim > 2 and not param.flatten and "fsdp" in self.shared:
             raise ValueError(
-                f"gather_fn cannot put together parameter {index} outside of step(): ranks of fsdp_process_group hold other "
+                f"gather_fn cannot put together parameter {param.index} outside of step(): ranks of fsdp_process_group hold other "
                 "matrices of a stack. Call it with a DTensor"
             )
         parts = OwnParts(self)
         parts.look_at_module()
-        parts.add(index, tensor)
+        parts.add(param)
         return parts.completed()
 
 
@@ -204,8 +170,8 @@ class OwnParts:
         self.cuts: list[Cuts] = []
         # The sum of the values that this rank stores of each; 0 if it is unknown.
         self._sums: list[float] = []
-        # Index -> the expert's id, also of a stack of which this rank has no matrix.
-        self._expert_of: dict[int, int | None] = {}
+        # Also stacks of which this rank has no matrix.
+        self._params: list[Param] = []
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -233,67 +199,42 @@ class OwnParts:
                 cuts.append(cut)
         return tuple(cuts)
 
-    def add(self, index: int, param: Tensor) -> None:
+    def add(self, param: Param) -> None:
         """Adds the matrices in a parameter. Raises ValueError or IndexError if Muon cannot take it."""
         reader = self._reader
         if reader.problem:
             raise ValueError(reader.problem)
-        config_index, name, (split, flatten) = reader.info(index)
-        self._tp_dims.check(config_index, param, index)
-        expert = reader.experts.get(config_index)
-        self._expert_of[index] = expert
-        described = describe(index, param.shape, name, expert=expert)
-        traits = traits_of(param)
-        # A matrix without a place.
-        template = Matrix(
-            index,
-            (0, 0),
-            traits.momentum_dtype,
-            Layout(((process_rank(),),), ((),)),
-            "",
-            traits.frozen,
-            name=name,
-            expert=expert,
-            split=split,
-        )
-        view = fsdp1.view_of(param, described, self.views, reader.given["fsdp"])
+        self._tp_dims.check(param)
+        self._params.append(param)
+        given = reader.given["fsdp"]
+        view = fsdp1.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
-            tensors, groups = view
-            matrices = fsdp1.matrices_of(
-                tensors, described, reader.takes_stacks, flatten
-            )
-            for sub, matrix in enumerate(matrices):
-                of_matrix = replace(template, sub=sub)
-                self._add_flat(of_matrix, config_index, param, matrix, groups)
-        elif param.ndim < 2:
-            raise not_2d(described)
-        elif isinstance(param, DTensor):
-            self._add_dtensor(template, config_index, param, flatten)
+            self._add_flat(param, *view)
+        elif param.tensor.ndim < 2:
+            raise not_2d(param.described)
+        elif param.is_dtensor:
+            self._add_dtensor(param)
         else:
-            self._add_plain(template, config_index, param, flatten)
+            self._add_plain(param)
 
-    def _add_dtensor(
-        self, template: Matrix, config_index: int, tensor: DTensor, flatten: bool
-    ) -> None:
+    def _add_dtensor(self, param: Param) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
+        tensor = cast(DTensor, param.tensor)
         groups: dict[str, ProcessGroup] = {}
         # The contributions to a sum are no replicas.
-        if not any(placement.is_partial() for placement in tensor.placements):
+        if not param.is_sum:
             ranks = mesh_ranks(tensor.device_mesh)
             for kind in ("ddp", "cp"):
                 if kind in self._shared and _has_no_other_of(self._shared[kind], ranks):
                     groups[kind] = self._shared[kind]
         cuts = self._cuts_of(groups, {})
-        form = template.split, flatten
-        matrices = self._reader.dtensors.of(template.index, template.name, tensor, form)
+        matrices = self._reader.dtensors.of(param)
         for matrix in matrices:
-            self._append(replace(matrix, expert=template.expert), cuts)
+            self._append(matrix, cuts)
         if matrices:
-            self._compare_with_groups(matrices[0], config_index, tensor)
+            self._compare_with_groups(matrices[0], tensor)
 
-    def _compare_with_groups(
-        self, matrix: Matrix, config_index: int, tensor: DTensor
-    ) -> None:
+    def _compare_with_groups(self, matrix: Matrix, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
         mesh, layout = tensor.device_mesh, matrix.layout
         verdict = f"The DTensor's placements count: {matrix.placement}"
@@ -305,9 +246,9 @@ class OwnParts:
             dim = getattr(placed.get(ranks), "dim", None)
             along, agrees = "", dim is not None
             if kind == "tp":
-                config_dim = self._tp_dims.of_plain(config_index)
+                config_dim = self._tp_dims.of_plain(matrix.param)
                 if is_on_mesh:
-                    config_dim = self._tp_dims.of(config_index)
+                    config_dim = self._tp_dims.of(matrix.param)
                 if config_dim is None:
                     continue  # The user says nothing about it.
                 along = f" along dimension {config_dim}"
@@ -327,25 +268,24 @@ class OwnParts:
         for problem in problems:
             self._warnings[f"{problem}. {verdict}"].append(matrix.described)
 
-    def _add_plain(
-        self, template: Matrix, config_index: int, param: Tensor, flatten: bool
-    ) -> None:
+    def _add_plain(self, param: Param) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
-        described = replace(template, shape=tuple(param.shape)).described
         groups = dict(self._shared)
         if self.views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
             groups.clear()
-            is_cut = self._tp_dims.of_plain(config_index) is not None
-            if "tp" in self._shared and (is_cut or tp_mark_of(param) is not None):
+            is_cut = self._tp_dims.of_plain(param) is not None
+            if "tp" in self._shared and (
+                is_cut or tp_mark_of(param.tensor) is not None
+            ):
                 groups["tp"] = self._shared["tp"]
         tp_dim = None
         if "tp" in groups:
-            tp_dim = self._tp_dims.of_plain_or_mark(config_index, described, param)
-        stack_dims = 0 if flatten else param.ndim - 2
-        if flatten and tp_dim is not None and tp_dim > 1:
+            tp_dim = self._tp_dims.of_plain_or_mark(param)
+        stack_dims = 0 if param.flatten else param.tensor.ndim - 2
+        if param.flatten and tp_dim is not None and tp_dim > 1:
             raise ValueError(
-                f"{described}: tensor parallelism cuts dimension {tp_dim} of it; flatten takes only 0 or 1"
+                f"{param.described}: tensor parallelism cuts dimension {tp_dim} of it; flatten takes only 0 or 1"
             )
         if stack_dims:
             # FSDP cuts a stack along its first dimension, so no rank of its group is a replica of another.
@@ -357,71 +297,59 @@ class OwnParts:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stack_dims}
         cuts = self._cuts_of(groups, dims)
-        form = template.split, flatten
-        for matrix in whole_matrices(template.index, template.name, param, form):
-            (regions,) = matrix.layout.shards
-            matrix = replace(matrix, expert=template.expert)
-            self._add_part(matrix, param, regions, cuts)
+        for matrix in whole_matrices(param):
+            self._add_part(matrix, cuts)
 
     def _add_flat(
-        self,
-        template: Matrix,
-        config_index: int,
-        param: Tensor,
-        flat: fsdp1.FlatMatrix,
-        groups: Groups,
+        self, param: Param, tensors: Sequence[fsdp1.FlatTensor], groups: Groups
     ) -> None:
-        """Adds a matrix that FSDP1 flattened. Its own ``groups`` count, not other ones of the config."""
-        tensor, shape, regions = flat
-        name = template.name or tensor.name
-        matrix = replace(template, name=name, shape=shape)
-        described = matrix.described
-        tp_dim = None
-        if tensor.tp is not None:
-            group, tp_dim = self._tp_of_spec(config_index, described, tensor.tp)
-            groups = {**groups, "tp": group}
-        elif "tp" in self._shared:
-            whole = replace(matrix, shape=tuple(param.shape)).described
-            tp_dim = self._tp_dims.of_plain_or_mark(config_index, whole, param)
-        for kind in groups.keys() & self._shared.keys():
-            given, ranks = group_ranks(self._shared[kind]), group_ranks(groups[kind])
-            if given != ranks:
-                text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
-                self._warnings[text].append(described)
-        # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        cuts = self._cuts_of({**self._shared, **groups}, {"tp": tp_dim})
-        self._add_part(matrix, param, regions, cuts)
+        """Adds the matrices that FSDP1 flattened. Its own ``groups`` count, not other ones of the config."""
+        takes_stacks, flatten = self._reader.takes_stacks, param.flatten
+        flats = fsdp1.matrices_of(tensors, param.described, takes_stacks, flatten)
+        for sub, (tensor, shape, regions) in enumerate(flats):
+            layout = own_layout(regions)
+            matrix = Matrix(param, shape, layout, sub=sub, inside=tensor.name)
+            groups_of_tensor, tp_dim = dict(groups), None
+            if tensor.tp is not None:
+                groups_of_tensor["tp"], tp_dim = self._tp_of_spec(matrix, tensor.tp)
+            elif "tp" in self._shared:
+                tp_dim = self._tp_dims.of_plain_or_mark(param)
+            for kind in groups_of_tensor.keys() & self._shared.keys():
+                given = group_ranks(self._shared[kind])
+                ranks = group_ranks(groups_of_tensor[kind])
+                if given != ranks:
+                    text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
+                    self._warnings[text].append(matrix.described)
+            # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
+            cuts = self._cuts_of({**self._shared, **groups_of_tensor}, {"tp": tp_dim})
+            self._add_part(matrix, cuts)
 
     def _tp_of_spec(
-        self, config_index: int, described: str, spec: DTensorSpec
+        self, matrix: Matrix, spec: DTensorSpec
     ) -> tuple[ProcessGroup, int | None]:
         """Group and dimension of the TP that FSDP1 found when it flattened a matrix."""
         if spec.mesh.ndim != 1:
             raise ValueError(
-                f"{described}: FSDP1 over a mesh of {spec.mesh.ndim} dimensions is not supported; use fully_shard"
+                f"{matrix.described}: FSDP1 over a mesh of {spec.mesh.ndim} dimensions is not supported; use fully_shard"
             )
         (placement,) = spec.placements
-        config_dim = self._tp_dims.of(config_index)
+        config_dim = self._tp_dims.of(matrix.param)
         dim = getattr(placement, "dim", None)
         if config_dim is not None and config_dim % 2 != dim:
             text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
-            self._warnings[text].append(described)
+            self._warnings[text].append(matrix.described)
         return spec.mesh.get_group(), dim
 
-    def _add_part(
-        self, matrix: Matrix, param: Tensor, regions: Regions, cuts: Cuts
-    ) -> None:
-        """Adds a ``matrix`` of whose part this rank stores ``regions``."""
-        layout = Layout(((process_rank(),),), (regions,))
-        total = 0.0
-        has_values = not param.is_meta and not is_dry_run()
+    def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
+        """Adds a ``matrix`` of which this rank has a part."""
+        total, tensor = 0.0, matrix.param.tensor
+        has_values = not tensor.is_meta and not is_dry_run()
         if has_values and any(cut.is_sharded for cut in cuts):
-            local = local_part(param)
-            for region in regions:
+            local = local_part(tensor)
+            for region in matrix.layout.regions_of(process_rank()):
                 values = region.of_local(local).abs()
                 total += values.sum(dtype=torch.float64).item()
-        matrix = replace(matrix, layout=layout, placement=in_words(cuts))
-        self._append(matrix, cuts, total)
+        self._append(replace(matrix, placement=in_words(cuts)), cuts, total)
 
     def _append(self, matrix: Matrix, cuts: Cuts, total: float = 0.0) -> None:
         self._matrices.append(matrix)
@@ -488,10 +416,10 @@ class OwnParts:
         counts: Counter[int | None] = Counter()
         # Parameter -> its number among those of the same expert, or of none.
         numbers: dict[int, int] = {}
-        for index, expert in self._expert_of.items():
-            numbers[index] = counts[expert]
-            counts[expert] += 1
-        return [(m.expert, numbers[m.index], m.sub) for m in self._matrices]
+        for param in self._params:
+            numbers[param.index] = counts[param.expert]
+            counts[param.expert] += 1
+        return [(m.param.expert, numbers[m.index], m.sub) for m in self._matrices]
 
     def _with_parts(self, parts: Sequence[Part]) -> list[Matrix]:
         """The matrices, with the layouts that the ranks have put together."""

@@ -1,310 +1,183 @@
-"""An optimizer's parameters on this rank, what a step knows of them, and who inherits the momentum of replaced ones."""
+"""An optimizer's parameters on this rank, the matrices in them, and who inherits the momentum of replaced ones."""
 
-import bisect
-from collections.abc import Hashable, Iterable, MutableMapping, Sequence
+import math
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .._muon_formulas import _adjust_lr
-from . import fitting
-from .local import (
-    fitting_part,
-    is_dtensor,
-    is_sum,
-    like_param,
-    local_part,
-    summed,
-    takes_update,
-    traits_of,
-)
-from .regions import describe, Matrix
+from .._muon_split import Split
+from .local import is_dtensor, is_sum, traits_of
+from .process_groups import process_rank
+from .regions import Layout, newton_schulz_flops, problem_with_tiling, Region, Shape
 
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
 class Param:
-    """A parameter on this rank, as it was when the engine was built.
-
-    ``param_group`` is the index of its parameter group, and ``formulas`` (a MuonFormulas) has the group's options then.
+    """A parameter on this rank, as it was when the engine was built. ``formulas`` (a MuonFormulas) has the options of its
+    parameter group, the ``param_group``-th one, at that time.
     """
 
     def __init__(
         self,
         index: int,
         tensor: Tensor,
-        name: str | None,
-        param_group: int,
-        formulas: Any,
+        name: str | None = None,
+        param_group: int = 0,
+        formulas: Any = None,
     ) -> None:
         self.index, self.tensor, self.name = index, tensor, name
+        self.param_group, self.formulas = param_group, formulas
         # Its index when the optimizer got it, which the config's dicts count by.
         self.config_index = index
-        self.param_group = param_group
-        self.formulas = formulas
+        # The id of its expert, which the config may know.
+        self.expert: int | None = None
         # How it becomes matrices: ``split`` and ``flatten``.
-        self.form = formulas.form
+        self.form: tuple[Split, bool] = (Split(), False)
+        if formulas is not None:
+            self.form = formulas.form
         # The properties that the layout is read from. Every step compares them.
         self.traits = traits_of(tensor)
-        # Whether it took no gradients when the engine was built, and the dtype of the gradients that it takes.
-        self.frozen = self.traits.frozen
-        self.grad_dtype = self.traits.grad_dtype
         # A DTensor does not see writes to its local tensor.
         self.is_dtensor = is_dtensor(tensor)
         # Whether ranks hold contributions to a sum.
         self.is_sum = is_sum(tensor)
 
     @property
+    def flatten(self) -> bool:
+        return self.form[1]
+
+    @property
+    def frozen(self) -> bool:
+        return self.traits.frozen
+
+    @property
+    def place_of_expert(self) -> int:
+        """The place of its expert in the order of all ranks. Experts come last, by their ids."""
+        return -1 if self.expert is None else self.expert
+
+    @property
     def described(self) -> str:
-        return describe(self.index, self.tensor.shape, self.name)
+        return describe(self, self.tensor.shape)
+
+    def with_tensor(self, tensor: Tensor) -> "Param":
+        """``tensor`` in the place of this one."""
+        param = Param(self.index, tensor, self.name, self.param_group, self.formulas)
+        param.config_index, param.expert = self.config_index, self.expert
+        return param
 
 
-class Status(IntEnum):
-    """The gradient of a matrix, as one of its ranks sees it. A rank that stores no element of it has no opinion."""
-
-    EMPTY = 0
-    ABSENT = 1
-    PRESENT = 2
-    # There is a gradient that this rank cannot use.
-    UNUSABLE = 3
+def shared_name(param: Param, name: str | None) -> str:
+    """What ranks compare as a name in ``param``. They may name the modules of an expert differently."""
+    return str(name) if param.expert is None else f"expert {param.expert}"
 
 
-class ParamInputs:
-    """A parameter's tensors in one step: this rank's parts of the parameter, of its momentum and of its gradient."""
-
-    def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
-        """Makes a missing momentum buffer in ``state``."""
-        self.param = param
-        # As the user set it.
-        self.user_gradient = gradient
-        # Why the momentum or the gradient cannot be used.
-        self.problem = ""
-        # The momentum in the state, if it does not fit the parameter.
-        self.misfit: Any = None
-        tensor, dtype = param.tensor, self._momentum_dtype
-        buffer = state.get("momentum_buffer")
-        if buffer is None:
-            buffer = state["momentum_buffer"] = self._new_momentum()
-        self.local = local_part(tensor)
-        momentum = fitting_part(tensor, buffer, dtype)
-        if momentum is None:
-            # The other ranks wait for this one, so they must hear of a problem first.
-            self.problem = fitting.problem_with_momentum(tensor, buffer)
-            self.misfit = buffer
-            # A step that moves nothing does not read it.
-            momentum = local_part(self._new_momentum())
-        self.momentum = momentum
-        # None until ``place`` if it does not fit.
-        self.gradient = fitting_part(tensor, gradient, momentum.dtype)
-        lacks_gradient = gradient is not None and self.gradient is None
-        if lacks_gradient and not self.problem:
-            self.problem = fitting.problem_with(tensor, gradient)
-        # Whether momentum and gradient, if there is one, are as a step takes them.
-        fits = self.misfit is None and not lacks_gradient
-        self.is_placed = fits and not param.is_sum
-
-    @property
-    def moves(self) -> str:
-        """The placements that collectives of DTensor's must change, in words; "" for none."""
-        return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
-
-    @property
-    def _momentum_dtype(self) -> torch.dtype | None:
-        """The dtype that the momentum must have; None for any."""
-        if self.param.grad_dtype is None and self.user_gradient is not None:
-            # Gradients may have any dtype, which the momentum takes.
-            return self.user_gradient.dtype
-        return self.param.grad_dtype
-
-    def _new_momentum(self) -> Tensor:
-        tensor = self.param.tensor
-        dtype = self._momentum_dtype or tensor.dtype
-        return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
-
-    def place(self, state: Any, formulas: Any) -> None:
-        """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to ``state``. With the option ``flatten``, both become contiguous.
-        """
-        if self.misfit is not None:
-            buffer = fitting.fitting_momentum(
-                self.param.tensor, self.misfit, self._momentum_dtype
-            )
-            state["momentum_buffer"] = buffer
-            self.momentum = local_part(buffer)
-        if self.gradient is None and self.user_gradient is not None:
-            self.gradient = fitting.local_gradient(
-                self.param.tensor, self.user_gradient, self.momentum.dtype
-            )
-        if formulas.flatten:
-            self._make_contiguous(state)
-        if self.param.is_sum:
-            self._add_up(formulas)
-
-    def _add_up(self, formulas: Any) -> None:
-        """Takes the gradient into momentum. What is to be orthogonalized becomes the sum of what the ranks contribute, as
-        if it were momentum without a gradient. One contribution takes the update of the sum. The others only decay.
-        """
-        tensor, blended = self.param.tensor, self.momentum
-        if self.gradient is not None:
-            formulas.accumulate([self.momentum], [self.gradient])
-            (blended,) = formulas.blend([self.momentum], [self.gradient])
-            if not takes_update(tensor):
-                step_size = formulas.step_size(tensor.shape[-2:], self.local.device)
-                formulas.apply([self.local], None, step_size)
-                self.local = torch.empty_like(self.local)
-        self.gradient = None
-        self.momentum = local_part(summed(like_param(tensor, blended)))
-
-    def _make_contiguous(self, state: Any) -> None:
-        if self.gradient is not None:
-            self.gradient = self.gradient.contiguous()
-        if not self.momentum.is_contiguous():
-            # A user may put it back in channels_last.
-            self.momentum = self.momentum.contiguous()
-            state["momentum_buffer"] = like_param(self.param.tensor, self.momentum)
+def describe(
+    param: Param, shape: Sequence[int], sub: int = 0, inside: str | None = None
+) -> str:
+    """A parameter, the ``sub``-th matrix of it, or the tensor of this name ``inside`` it, in words. What is meant has
+    ``shape``.
+    """
+    text = f"parameter {param.index}"
+    name = param.name or inside
+    if name is not None:
+        text += f" {name!r}"
+    if sub:
+        text += f", its matrix {sub},"
+    if param.expert is not None:
+        text += f", expert {param.expert},"
+    return f"{text} of shape {tuple(shape)}"
 
 
-class StepInputs:
-    """The values of one step of ``rank``: the hyperparameters of each parameter group, and each parameter's tensors.
-
-    ``ordered`` has the parameters in the order of all ranks, ``states`` their states, and ``gradients`` the gradient
-    of each parameter by its index (default: its ``grad``).
+@dataclass(frozen=True)
+class Matrix:
+    """The ``sub``-th matrix of a parameter. ``placement`` names the placements or groups, for errors. ``inside`` is the name
+    that FSDP1 knows of a tensor in a flat parameter. The owner of a matrix with a split orthogonalizes its parts.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        formulas: Sequence[Any],
-        ordered: Sequence[Param],
-        states: States,
-        gradients: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        self.rank = rank
-        # A MuonFormulas for each parameter group.
-        self.formulas = formulas
-        # A ParamInputs by the index of each parameter; None for a frozen one.
-        self.params: list[Any] = [None] * len(ordered)
-        self.problems: list[str] = []
-        self.without_gradient: list[Param] = []
-        # Parameter index -> the placements of its momentum and gradient, if collectives must change them.
-        self.moves: dict[int, str] = {}
-        # Those whose gradient or momentum is not yet as a step takes it.
-        self._to_place: list[ParamInputs] = []
-        # The indices of parameters whose gradients are in their momentum.
-        self._accumulated: set[int] = set()
-        # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
-        self._step_sizes: dict[Hashable, Any] = {}
-        self._states = states
-        for param in ordered:
-            if param.frozen:
-                continue
-            tensor, index = param.tensor, param.index
-            gradient = tensor.grad if gradients is None else gradients[index]
-            of_param = ParamInputs(param, gradient, states[tensor])
-            self.params[index] = of_param
-            if of_param.problem:
-                self.problems.append(f"{param.described}: {of_param.problem}")
-                continue
-            if gradient is None:
-                self.without_gradient.append(param)
-            is_as_needed = of_param.is_placed
-            moves = "" if is_as_needed else of_param.moves
-            if moves:
-                self.moves[index] = moves
-            if formulas[param.param_group].flatten:
-                is_as_needed = False
-            if not is_as_needed:
-                self._to_place.append(of_param)
-        # Whether every parameter has a gradient that can be used.
-        self.is_complete = not self.problems and not self.without_gradient
+    param: Param
+    shape: Shape
+    layout: Layout
+    placement: str = ""
+    sub: int = 0
+    inside: str | None = None
 
-    def formulas_of(self, matrix: Matrix) -> Any:
-        """The MuonFormulas of the matrix's parameter group."""
-        return self.formulas[self.params[matrix.index].param.param_group]
+    @property
+    def index(self) -> int:
+        return self.param.index
 
-    def status(self, matrix: Matrix) -> Status:
-        """The status of the gradient, as this rank sees it."""
-        of_param = self.params[matrix.index]
-        if of_param.problem:
-            return Status.UNUSABLE
-        if not matrix.layout.numel_of(self.rank):
-            return Status.EMPTY
-        return Status.ABSENT if of_param.user_gradient is None else Status.PRESENT
+    @property
+    def name(self) -> str | None:
+        return self.param.name or self.inside
 
-    def applies(self, matrix: Matrix) -> bool:
-        """Whether this rank applies the update. A rank with an empty shard does what the others do."""
-        return self.is_complete or self.status(matrix) in (Status.PRESENT, Status.EMPTY)
+    @property
+    def split(self) -> Split:
+        return self.param.form[0]
 
-    def place(self, progress: Any) -> None:
-        """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters, of which
-        ``progress`` is told.
-        """
-        for of_param in self._to_place:
-            param = of_param.param
-            progress.now = "placement of the gradient", [param]
-            of_param.place(self._states[param.tensor], self.formulas[param.param_group])
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
-    def accumulate(self, indices: Iterable[int]) -> None:
-        """Takes the gradients of parameters into their momentum, unless that is done."""
-        new = [index for index in indices if index not in self._accumulated]
-        if not new:
-            return
-        self._accumulated.update(new)
-        by_group: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for index in dict.fromkeys(new):
-            of_param = self.params[index]
-            if of_param.gradient is not None:
-                group = of_param.param.param_group
-                momenta, gradients = by_group.setdefault(group, ([], []))
-                momenta.append(of_param.momentum)
-                gradients.append(of_param.gradient)
-        for group, (momenta, gradients) in by_group.items():
-            self.formulas[group].accumulate(momenta, gradients)
+    @cached_property
+    def flops(self) -> int:
+        """The work of its owner: five quintic steps of each part."""
+        return sum(map(newton_schulz_flops, self.split.shapes_of_parts(self.shape)))
 
-    def apply(
-        self,
-        matrix: Matrix,
-        shape: Sequence[int],
-        params: list[Tensor],
-        updates: list[Tensor],
-    ) -> None:
-        """Decays and updates regions of parameters. The ``shape`` of the matrix, or of a part of it, scales the update."""
-        group, device = self.params[matrix.index].param.param_group, params[0].device
-        key = group, shape, device
-        step_size = self._step_sizes.get(key)
-        if step_size is None:
-            step_size = self.formulas[group].step_size(shape, device)
-            self._step_sizes[key] = step_size
-        self.formulas[group].apply(params, updates, step_size)
+    @property
+    def described(self) -> str:
+        return describe(self.param, self.shape, self.sub, self.inside)
 
-    def pieces(
-        self, matrix: Matrix, first: tuple[int, int], local: Tensor, update: Tensor
-    ) -> list[tuple[Sequence[int], Tensor, Tensor]]:
-        """A region of a matrix and its update, in pieces that have one step size each, with the shapes that scale it.
-        ``first`` are the region's first row and column. Parts of a fused weight may differ.
-        """
-        split = matrix.split
-        shapes: Sequence[Sequence[int]] = split.shapes_of_parts(matrix.shape)
-        adjust_lr_fn = self.formulas_of(matrix).adjust_lr_fn
-        if len({_adjust_lr(1.0, adjust_lr_fn, shape) for shape in shapes}) == 1:
-            return [(shapes[0], local, update)]
-        ends: list[int] = []
-        for size in split.sizes:
-            ends.append(size + (ends[-1] if ends else 0))
-        pieces = []
-        done, extent = 0, local.shape[split.dim]
-        while done < extent:
-            line = (first[split.dim] + done) % ends[-1]
-            part = bisect.bisect_right(ends, line)
-            count = min(ends[part] - line, extent - done)
-            where = split.dim, done, count
-            pieces.append((shapes[part], local.narrow(*where), update.narrow(*where)))
-            done += count
-        return pieces
+
+def not_2d(described: str) -> ValueError:
+    """The error for a parameter that holds no matrix, in upstream's words."""
+    return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
+
+
+def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
+    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
+    if flatten:
+        return shape[0], math.prod(shape[1:])
+    return shape[-2], shape[-1]
+
+
+def own_layout(regions: Sequence[Region]) -> Layout:
+    """The layout of a matrix of which this rank stores ``regions``, before it knows those of other ranks."""
+    return Layout(((process_rank(),),), (tuple(regions),))
+
+
+def whole_matrices(param: Param) -> list[Matrix]:
+    """The matrices of a plain parameter that this rank has alone."""
+    tensor = param.tensor
+    rows, columns = matrix_shape(tensor.shape, param.flatten)
+    count = 1 if param.flatten else math.prod(tensor.shape[:-2])
+    matrices: list[Matrix] = []
+    for sub in range(count):
+        region = Region(0, 0, rows, columns, sub * rows * columns, columns)
+        layout = own_layout([region] if region.numel else [])
+        matrices.append(
+            Matrix(param, (rows, columns), layout, "no process groups", sub)
+        )
+    return matrices
+
+
+def checked(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
+    """The ``matrices``. Raises ValueError if the shards of one do not tile it, or if a split does not fit."""
+    # Matrices of equal layout and shape need one check.
+    for matrix in {(m.layout, m.shape): m for m in reversed(matrices)}.values():
+        regions = [r for shard in matrix.layout.shards for r in shard if r.numel]
+        problem = problem_with_tiling(regions, matrix.shape)
+        if problem:
+            raise ValueError(f"{matrix.described}: {problem} ({matrix.placement})")
+    for matrix in matrices:
+        if matrix.split.sizes:
+            problem = matrix.split.problem_with(matrix.shape)
+            if problem:
+                raise ValueError(f"{matrix.described}: {problem}")
+    return matrices
 
 
 class Replacement(NamedTuple):

@@ -10,8 +10,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from .._newton_schulz import NS_DTYPE
+from .params import Matrix
 from .process_groups import Ranks
-from .regions import Grid, Layout, Matrix, place_in_order, ranks_of, Region
+from .regions import Grid, Layout, place_in_order, ranks_of, Region
 
 
 # Enough buckets to hide transfers behind orthogonalization.
@@ -154,7 +155,7 @@ def by_grid(matrices: Sequence[Matrix]) -> dict[Grid, list[int]]:
     # Many matrices share one layout. A grid of thousands of ranks takes long to hash.
     of_layouts: dict[Layout, list[int]] = {}
     for index, matrix in enumerate(matrices):
-        if not matrix.frozen:
+        if not matrix.param.frozen:
             of_layouts.setdefault(matrix.layout, []).append(index)
     members: dict[Grid, list[int]] = {}
     for layout, indices in of_layouts.items():

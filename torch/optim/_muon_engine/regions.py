@@ -1,4 +1,4 @@
-"""Where the elements of matrices are: regions of a rank's storage, the layout of a matrix, and the matrix itself."""
+"""Where the elements of matrices are: regions of a rank's storage, and the layout of a matrix."""
 
 import hashlib
 import itertools
@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._muon_split import Split
 from .._newton_schulz_variants import uses_gram
 from .process_groups import Ranks
 
@@ -126,11 +124,6 @@ class Layout:
         return places
 
     @cached_property
-    def numels(self) -> tuple[int, ...]:
-        """The elements of each shard."""
-        return tuple(sum(r.numel for r in regions) for regions in self.shards)
-
-    @cached_property
     def digest(self) -> str:
         """A hash that ranks compare in place of the layout."""
         content = repr((self.grid, self.shards))
@@ -145,57 +138,7 @@ class Layout:
         return self.shards[shard]
 
     def numel_of(self, rank: int) -> int:
-        _, shard = self._places[rank]
-        return self.numels[shard]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One matrix of parameter ``index``, the ``sub``-th one. ``placement`` names the placements or groups, for errors.
-    With a ``split``, its owner orthogonalizes its parts. A ``frozen`` matrix is in no bucket.
-    """
-
-    index: int
-    shape: Any
-    dtype: torch.dtype
-    layout: Layout
-    placement: str
-    frozen: bool = False
-    sub: int = 0
-    name: str | None = None
-    expert: int | None = None
-    split: Split = Split()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def flops(self) -> int:
-        """The work of its owner: five quintic steps of each part."""
-        return sum(map(newton_schulz_flops, self.split.shapes_of_parts(self.shape)))
-
-    @property
-    def described(self) -> str:
-        return describe(self.index, self.shape, self.name, self.sub, self.expert)
-
-
-def describe(
-    index: int,
-    shape: Sequence[int],
-    name: str | None = None,
-    sub: int = 0,
-    expert: int | None = None,
-) -> str:
-    """A parameter, or the ``sub``-th matrix in it, in words, with the ``shape`` of the tensor that is meant."""
-    text = f"parameter {index}"
-    if name is not None:
-        text += f" {name!r}"
-    if sub:
-        text += f", its matrix {sub},"
-    if expert is not None:
-        text += f", expert {expert},"
-    return f"{text} of shape {tuple(shape)}"
+        return sum(region.numel for region in self.regions_of(rank))
 
 
 def newton_schulz_flops(shape: Sequence[int], ns_algorithm: str = "quintic") -> int:
@@ -210,59 +153,27 @@ def newton_schulz_flops(shape: Sequence[int], ns_algorithm: str = "quintic") -> 
     return 5 * (2 * wide + square)
 
 
-def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
-    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
-    if flatten:
-        return shape[0], math.prod(shape[1:])
-    return shape[-2], shape[-1]
-
-
-def not_2d(described: str) -> ValueError:
-    """The error for a parameter that holds no matrix, in upstream's words."""
-    return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
-
-
-def checked(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
-    """The ``matrices``. Raises ValueError if the shards of one do not tile it, or if a split does not fit."""
-    # Matrices of equal layout and shape need one check.
-    for matrix in {(m.layout, m.shape): m for m in reversed(matrices)}.values():
-        regions = [r for shard in matrix.layout.shards for r in shard if r.numel]
-        problem = _overlap(regions) or _gap(regions, matrix.shape)
-        if problem:
-            raise ValueError(f"{matrix.described}: {problem} ({matrix.placement})")
-    for matrix in matrices:
-        if matrix.split.sizes:
-            problem = matrix.split.problem_with(matrix.shape)
-            if problem:
-                raise ValueError(f"{matrix.described}: {problem}")
-    return matrices
-
-
-def _gap(regions: Sequence[Region], shape: Shape) -> str:
-    """How many elements ``regions`` without overlaps hold, for an error message; "" if they are those of a matrix."""
-    rows, columns = shape
-    numel = bottom = right = 0
+def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
+    """Why the ``regions`` do not tile a matrix of ``shape``; "" if they do."""
+    rows, columns = {0, shape[0]}, {0, shape[1]}
     for region in regions:
-        numel += region.numel
-        bottom = max(bottom, region.row + region.height)
-        right = max(right, region.column + region.width)
-    # A matrix without elements has no regions.
-    is_inside = not regions or (bottom == rows and right == columns)
-    if is_inside and numel == rows * columns:
-        return ""
-    return f"its pieces hold {numel} of {rows * columns} elements"
-
-
-def _overlap(regions: Sequence[Region]) -> str:
-    """Where two of ``regions`` overlap, for an error message; "" if none do."""
-    by_row = sorted(regions)
-    # Only those that reach the row where others start can overlap these.
-    band: list[Region] = []
-    for top, starting in itertools.groupby(by_row, key=attrgetter("row")):
-        reaching = [region for region in band if region.row + region.height > top]
-        band = sorted([*reaching, *starting], key=attrgetter("column"))
-        for left, right in itertools.pairwise(band):
-            if left.column + left.width > right.column:
-                bottom = min(left.row + left.height, right.row + right.height)
-                return f"pieces overlap: rows {top} to {bottom}, column {right.column}"
+        rows |= {region.row, region.row + region.height}
+        columns |= {region.column, region.column + region.width}
+    row_edges, column_edges = sorted(rows), sorted(columns)
+    row_place = {edge: place for place, edge in enumerate(row_edges)}
+    column_place = {edge: place for place, edge in enumerate(column_edges)}
+    # How many regions hold each cell between the edges.
+    size = len(row_edges) - 1, len(column_edges) - 1
+    holders = torch.zeros(size, dtype=torch.int32, device="cpu")
+    numel = 0
+    for row, column, height, width, _, _ in regions:
+        first, last = row_place[row], row_place[row + height]
+        left, right = column_place[column], column_place[column + width]
+        holders[first:last, left:right] += 1
+        numel += height * width
+    for place, other in (holders > 1).nonzero().tolist():
+        top, bottom = row_edges[place : place + 2]
+        return f"pieces overlap: rows {top} to {bottom}, column {column_edges[other]}"
+    if (row_edges[-1], column_edges[-1]) != shape or (holders == 0).any():
+        return f"its pieces hold {numel} of {math.prod(shape)} elements"
     return ""

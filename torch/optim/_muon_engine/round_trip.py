@@ -10,52 +10,54 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .agreement import all_gather_uneven
-from .dtensors import facts_of, mesh_ranks, Reader
+from .dtensors import mesh_ranks, Reader
 from .fitting import cut_out
-from .local import device_of, is_sum, local_part, summed
+from .local import device_of, local_part, summed
 from .process_groups import spanning_group
 
 
 def shape_of(reader: Reader, index: int) -> torch.Size:
     """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
-    matrices, like = reader.by_param[index]
-    rows, columns = matrices[0].shape
-    _, flatten = reader.info(index).form
-    outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
+    matrix = reader.by_param[index][0]
+    (rows, columns), shape = matrix.shape, matrix.param.tensor.shape
+    outer, inner = shape[:-2], ()
+    if matrix.param.flatten:
+        outer, inner = (), shape[2:]
     return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
 
 def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
-    reader.check_tp_dim(tensor, index)
-    matrices, like = reader.by_param.get(index, ([], tensor))
-    given = tensor
-    if isinstance(tensor, DTensor) and is_sum(tensor):
-        tensor = summed(tensor)
+    param = reader.as_param(tensor, index)
+    reader.check_tp_dim(param)
+    matrices = reader.by_param.get(index, [])
+    is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
     # Outside of a step, shapes may have changed. A copy of FSDP1's flat piece cannot tell its shape.
     is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
-    is_as_read = matrices and (in_step or is_copy)
-    if isinstance(tensor, DTensor):
-        form = reader.info(index).form
-        matrices = reader.dtensors.of(index, None, tensor, form, for_whole_mesh=True)
-    elif not is_as_read or (len(matrices) == 1 and like.shape != tensor.shape):
-        matrices = list(reader.matrices_of(tensor, index))
+    is_as_read = bool(matrices) and (in_step or is_copy)
+    if param.is_dtensor:
+        matrices = reader.dtensors.of(param, for_whole_mesh=True)
+    elif not is_as_read or (len(matrices) == 1 and not is_like):
+        matrices = reader.matrices_of(param)
     if len(matrices) > 1 and tensor.ndim < 3:
         raise ValueError(
             f"parameter {index} holds {len(matrices)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
         )
     # A step's own piece is like the parameter, and as large. It must not outlive the step.
-    if not (in_step and tensor.shape == like.shape):
-        reader.by_param[index] = matrices, given
+    if not (in_step and is_like):
+        reader.by_param[index] = matrices
+    if param.is_sum:
+        tensor = summed(tensor)
     piece, shape = local_part(tensor), shape_of(reader, index)
     # The ranks of a mesh may have different matrices of a stack.
     mesh = getattr(tensor, "device_mesh", None)
     ranks = mesh_ranks(mesh) if mesh else matrices[0].layout.ranks
     if len(ranks) == 1:
         return piece if piece.shape == shape else piece.reshape(shape)
-    # Those of the engine, if it has read this parameter.
-    candidates = reader.candidates or facts_of([tensor], [None])[1]
-    group = spanning_group(ranks, candidates)
+    if not reader.candidates:
+        # No engine has read this parameter.
+        reader._read_meshes([param])
+    group = spanning_group(ranks, reader.candidates)
     # Backends of accelerators do not take an offloaded piece.
     sent = piece.reshape(-1).to(device_of([tensor], [group]))
     flat = [other.to(piece.device) for other in all_gather_uneven(sent, group)]
@@ -74,7 +76,8 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
 
 def piece(reader: Reader, full: Tensor, index: int) -> Tensor:
     """This rank's piece of the tensor ``full``, cut without communication."""
-    matrices, like = reader.by_param.get(index, ([], full))
+    matrices = reader.by_param.get(index, [])
+    like = matrices[0].param.tensor if matrices else full
     if not matrices and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"

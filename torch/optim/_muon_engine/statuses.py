@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .agreement import BYTES, differences, gathered_along
 from .flights import InFlight
-from .params import Param, Status, StepInputs
+from .inputs import Status, StepInputs
+from .params import Matrix, shared_name
 from .process_groups import group_ranks, GridGroups, is_dry_run, listed
-from .regions import Matrix
 
 
 # The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits
@@ -70,7 +70,6 @@ class Statuses(InFlight):
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        params: Sequence[Param],
         groups: GridGroups,
         serial: int,
         rank: int,
@@ -78,11 +77,10 @@ class Statuses(InFlight):
     ) -> None:
         super().__init__(matrices)
         self._groups, self.device = groups, device
-        self._params = params
         # The matrices with replicas, whose values were not compared yet.
         self._replicated: list[Matrix] = []
         if groups.column is not None:
-            self._replicated = [m for m in matrices if not params[m.index].is_sum]
+            self._replicated = [m for m in matrices if not m.param.is_sum]
         # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
         self.awaits = True
         self._knows_of_problem = False
@@ -163,8 +161,7 @@ class Statuses(InFlight):
     def _options_digest(self, inputs: StepInputs) -> int:
         """Of the options of each gradient. Ranks may have equal options in one parameter group or in several."""
         of_groups = [formulas.options_digest for formulas in inputs.formulas]
-        groups = [self._params[m.index].param_group for m in self.matrices]
-        digests = [of_groups[group] for group in groups]
+        digests = [of_groups[m.param.param_group] for m in self.matrices]
         runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
         return zlib.crc32(repr(runs).encode())
 
@@ -234,8 +231,7 @@ class Statuses(InFlight):
         """The first option or placement that differs, and its values. All ranks of the grid make this call."""
         own: list[dict[str, str]] = []
         for matrix in self.matrices:
-            param = self._params[matrix.index]
-            values = inputs.formulas[param.param_group].option_texts()
+            values = inputs.formulas_of(matrix).option_texts()
             values["placements"] = inputs.moves.get(matrix.index, "usual")
             own.append(values)
         everyone = gathered_along(self._groups.several, own)
@@ -254,8 +250,7 @@ class Statuses(InFlight):
         moved: list[Matrix] = []
         remaining: list[Matrix] = []
         for matrix in self._replicated:
-            group = self._params[matrix.index].param_group
-            moves = inputs.formulas[group].moves_parameters
+            moves = inputs.formulas_of(matrix).moves_parameters
             (moved if moves else remaining).append(matrix)
         if not moved:
             return ""
@@ -306,8 +301,7 @@ def _digits(number: int) -> bytes:
 
 def _identity(serial: int, matrices: Sequence[Matrix]) -> int:
     """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
-    # Ranks may name the modules of an expert differently.
-    names = [(m.name if m.expert is None else m.expert, m.shape) for m in matrices]
+    names = [(shared_name(m.param, m.name), m.shape) for m in matrices]
     return zlib.crc32(repr((serial, names)).encode())
 
 

@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 from .._newton_schulz import NS_DTYPE
 from .flights import drain, InFlight
-from .params import Param, StepInputs
+from .inputs import StepInputs
+from .params import Matrix
 from .plan import (
     Bucket,
     buckets_in_flight,
@@ -29,7 +30,7 @@ from .plan import (
     ROUNDS_IN_FLIGHT,
 )
 from .process_groups import GridGroups, is_dry_run, listed
-from .regions import Grid, Matrix, Region
+from .regions import Grid, Region
 from .statuses import ELSEWHERE, Statuses
 
 
@@ -218,7 +219,6 @@ class PackedStep(Runner):
     def __init__(
         self,
         plan: Plan,
-        params: Sequence[Param],
         groups: Mapping[Grid, GridGroups],
         serials: Mapping[Grid, int],
         rank: int,
@@ -244,15 +244,13 @@ class PackedStep(Runner):
         for grid, indices in plan.members.items():
             if groups[grid].several:
                 shared = [plan.matrices[index] for index in indices]
-                channel = Statuses(
-                    shared, params, groups[grid], serials[grid], rank, device
-                )
+                channel = Statuses(shared, groups[grid], serials[grid], rank, device)
                 self.statuses.insert(0, channel)
-        self._sent_whole = self._params_sent_whole(params)
+        self._sent_whole = self._params_sent_whole()
         # Those of which kernels take the gradient into momentum where they blend the two.
         self._fused: set[int] = set()
 
-    def _params_sent_whole(self, params: Sequence[Param]) -> set[int]:
+    def _params_sent_whole(self) -> set[int]:
         """The indices of the parameters of which this rank blends all that it stores, in regions without gaps."""
         whole: set[int] = set()
         others: set[int] = set()
@@ -261,7 +259,7 @@ class PackedStep(Runner):
                 regions = matrix.layout.regions_of(self._rank)
                 is_whole = (
                     self._plan.owners[index] in flight.bucket.row
-                    and not params[matrix.index].is_sum
+                    and not matrix.param.is_sum
                     and all(region.is_contiguous for region in regions)
                 )
                 (whole if is_whole else others).add(matrix.index)
@@ -387,8 +385,7 @@ class PackedStep(Runner):
         alike: dict[tuple, list[int]] = {}
         for index in indices:
             matrix = self._plan.matrices[index]
-            group = inputs.params[matrix.index].param.param_group
-            key = keys[group], matrix.shape, matrix.split
+            key = keys[matrix.param.param_group], matrix.shape, matrix.split
             alike.setdefault(key, []).append(index)
         for (_, shape, _), members in alike.items():
             formulas = inputs.formulas_of(self._plan.matrices[members[0]])
@@ -466,11 +463,10 @@ class PackedStep(Runner):
             return
 
         def kind_of(place: int) -> Hashable:
-            index = self._plan.matrices[moves[place].matrix].index
+            param = self._plan.matrices[moves[place].matrix].param
             # The kernels take contiguous targets only.
             is_contiguous = targets[place].is_contiguous()
-            group = inputs.params[index].param.param_group
-            return group, index in self._fused, is_contiguous
+            return param.param_group, param.index in self._fused, is_contiguous
 
         for places in self._together(moves, kind_of, inputs):
             together = [moves[place] for place in places]
@@ -495,7 +491,7 @@ class PackedStep(Runner):
                 gradients.append(region.of_local(of_param.gradient))
             else:
                 gradients.append(None if is_fused else momentum)
-        formulas = inputs.formulas[inputs.params[indices[0]].param.param_group]
+        formulas = inputs.formulas_of(self._plan.matrices[moves[0].matrix])
         if is_fused:
             formulas.accumulate_and_blend(momenta, gradients, targets)
         else:
@@ -529,9 +525,8 @@ class PackedStep(Runner):
 
             def kind_of(place: int) -> Hashable:
                 matrix, shape, param, _ = pieces[place]
-                group = inputs.params[matrix.index].param.param_group
                 # One launch rounds to one dtype.
-                return group, shape, param.device, param.dtype
+                return matrix.param.param_group, shape, param.device, param.dtype
 
             for places in self._together(applied, kind_of, inputs):
                 matrix, shape, _, _ = pieces[places[0]]
@@ -561,7 +556,10 @@ class PackedStep(Runner):
             room, chunk = TOGETHER_BYTES, []
             for place in places:
                 index, region = moves[place]
-                nbytes = region.numel * self._plan.matrices[index].dtype.itemsize
+                nbytes = (
+                    region.numel
+                    * self._plan.matrices[index].param.traits.momentum_dtype.itemsize
+                )
                 if chunk and nbytes > room:
                     yield chunk
                     room, chunk = TOGETHER_BYTES, []

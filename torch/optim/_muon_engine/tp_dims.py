@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from . import fsdp1
+from .params import Param
 from .process_groups import group_ranks
 
 
@@ -22,25 +23,23 @@ class TPDims:
         # Whether the parameters that were read last show which of them PyTorch's tensor parallelism cut.
         self.are_shown = False
 
-    def of(self, config_index: int) -> int | None:
+    def of(self, param: Param) -> int | None:
         """The dimension along which TP cuts a parameter; None if it does not."""
-        return (self.by_index or {}).get(config_index, self.default)
+        return (self.by_index or {}).get(param.config_index, self.default)
 
-    def of_plain(self, config_index: int) -> int | None:
+    def of_plain(self, param: Param) -> int | None:
         """Like :meth:`of`, for a parameter without placements. An int is for models in which no parameter has
         them. PyTorch's tensor parallelism leaves such a parameter whole.
         """
-        is_named = config_index in (self.by_index or {})
-        return None if self.are_shown and not is_named else self.of(config_index)
+        is_named = param.config_index in (self.by_index or {})
+        return None if self.are_shown and not is_named else self.of(param)
 
-    def of_plain_or_mark(
-        self, config_index: int, described: str, param: Tensor
-    ) -> int | None:
+    def of_plain_or_mark(self, param: Param) -> int | None:
         """Like :meth:`of_plain`, or else by the framework's mark. Raises ValueError if neither says anything."""
-        dim = self.of_plain(config_index)
-        mark = tp_mark_of(param)
+        dim = self.of_plain(param)
+        mark = tp_mark_of(param.tensor)
         if dim is not None:
-            return dim % max(2, param.ndim)
+            return dim % max(2, param.tensor.ndim)
         if self.by_index is not None or mark == -1:
             return None
         if mark is not None:
@@ -48,18 +47,18 @@ class TPDims:
         if self.are_shown:
             return None
         raise ValueError(
-            f"{described}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
+            f"{param.described}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
             "that lacks those that are not cut (see detect_tp_dims_from_model), or an int for all"
         )
 
-    def check(self, config_index: int, tensor: Tensor, index: int) -> None:
-        """Raises IndexError if ``tensor`` does not have its TP dimension."""
-        dim = self.of(config_index)
+    def check(self, param: Param) -> None:
+        """Raises IndexError if a parameter does not have its TP dimension."""
+        dim, tensor = self.of(param), param.tensor
         # The matrices in a flat parameter have two dimensions.
         ndim = max(2, tensor.ndim)
         if dim is not None and not -ndim <= dim < ndim:
             raise IndexError(
-                f"tp_dim_per_param says dimension {dim} of parameter {index}, which has {ndim} and shape {tuple(tensor.shape)}"
+                f"tp_dim_per_param says dimension {dim} of parameter {param.index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
 
     def look_at(self, params: Sequence[Tensor], views: fsdp1.Views | None) -> None:
