@@ -180,6 +180,7 @@ class Step:
         self.link_is_free = 0.0
         self.arrives: dict[int, float] = {}
         self.received = 0
+        self.owner_of = dict(zip(plan.matrices, plan.owners))
         for phase, index in plan.operations:
             self.play(phase, index, plan.buckets[index])
 
@@ -187,7 +188,7 @@ class Step:
         """torch's functions make several passes, with 12 bytes for an element of momentum, 18 for one to orthogonalize, 26 for
         one to update, and 4 for a copy.
         """
-        layouts = [self.plan.matrices[member].layout for member in bucket.matrices]
+        layouts = [matrix.layout for matrix in bucket.matrices]
         held = sum(layout.numel_of(self.rank) for layout in layouts)
         others = list(zip(bucket.row, bucket.exchange.send_sizes))
         own = list(zip(bucket.row, bucket.exchange.receive_sizes))
@@ -220,8 +221,8 @@ class Step:
 
     def busiest_seconds(self, bucket: Bucket) -> float:
         work: Counter[int] = Counter()
-        for index in bucket.matrices:
-            work[self.plan.owners[index]] += self.plan.matrices[index].flops
+        for matrix in bucket.matrices:
+            work[self.owner_of[matrix]] += matrix.flops
         return max(work.values()) / self.gpu.flops
 
     def transfer(self, index: int, inward: Sizes, outward: Sizes = ()) -> None:

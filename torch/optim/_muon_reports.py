@@ -84,7 +84,7 @@ def _memory(engine: Any) -> int:
         packed = held + sum(bucket.exchange.receive_sizes)
         # Regions are blended and updated in the dtype of parameters.
         working = 0
-        dtype = plan.matrices[bucket.matrices[0]].param.traits.momentum_dtype
+        dtype = bucket.matrices[0].param.traits.momentum_dtype
         if dtype != NS_DTYPE:
             working = min(TOGETHER_BYTES, (held + received) * dtype.itemsize)
         if phase is Phase.GATHER:
@@ -103,9 +103,8 @@ def _workspace(engine: Any, bucket: Bucket) -> int:
     """The bytes of Newton-Schulz for the largest batch of a bucket."""
     most = 0
     counts: Counter[Any] = Counter()
-    for index in bucket.owned:
-        matrix = engine.plan.matrices[index]
-        formulas = engine.params[matrix.index].formulas
+    for matrix in bucket.owned:
+        formulas = matrix.param.formulas
         counts[matrix.shape] += 1
         limit = formulas.batch_size(matrix.shape, engine.device)
         numel = newton_schulz_numel(matrix.shape, formulas.ns_algorithm)

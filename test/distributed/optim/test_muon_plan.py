@@ -245,7 +245,7 @@ class TestBuckets(TestCase):
                         bytes_of_round = 0
                         for move in planned.incoming:
                             bytes_of_round += 2 * move.region.numel
-                            received[move.matrix] += move.region.numel
+                            received[move.matrix.index] += move.region.numel
                         # A row of a larger matrix may be longer than a peer's share.
                         self.assertLessEqual(bytes_of_round, 600)
                 for index, matrix in enumerate(matrices):

@@ -93,7 +93,8 @@ def describe(
     return f"{text} of shape {tuple(shape)}"
 
 
-@dataclass(frozen=True)
+# Compared by identity, as there are many.
+@dataclass(frozen=True, eq=False)
 class Matrix:
     """The ``sub``-th matrix of a parameter. ``placement`` names the placements or groups, for errors. ``inside`` is the name
     that FSDP1 knows of a tensor in a flat parameter. The owner of a matrix with a split orthogonalizes its parts.

@@ -1,5 +1,5 @@
 """The plan of a step on one rank: owners, buckets, exchanges and the order of operations. All of it is a pure function of
-the matrices. A matrix is its index in ``matrices``.
+the matrices.
 """
 
 import heapq
@@ -34,7 +34,7 @@ Queues = Mapping[int, Sequence[int]]
 class Move(NamedTuple):
     """A region of ``matrix`` on its way between a rank's storage and packed memory."""
 
-    matrix: int
+    matrix: Matrix
     region: Region
 
 
@@ -66,9 +66,9 @@ class Bucket(NamedTuple):
 
     grid: Grid
     number: int
-    matrices: list[int]
+    matrices: list[Matrix]
     # Those that this rank orthogonalizes, and the regions of them that it stores.
-    owned: list[int]
+    owned: list[Matrix]
     kept: list[Move]
     exchange: Exchange
     rounds: list[Round]
@@ -116,7 +116,7 @@ class Plan(NamedTuple):
     matrices: Sequence[Matrix] = ()
     owners: Sequence[int] = ()
     # Those of each grid that this rank is in, in the order of all ranks.
-    members: Mapping[Grid, Sequence[int]] = {}
+    members: Mapping[Grid, Sequence[Matrix]] = {}
     buckets: Sequence[Bucket] = ()
     operations: Sequence[Operation] = ()
 
@@ -130,12 +130,11 @@ def make_plan(
 ) -> Plan:
     """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
     buckets: list[Bucket] = []
-    members_of = {
-        grid: members
-        for grid, members in by_grid(matrices).items()
-        if rank in matrices[members[0]].layout.ranks
-    }
-    for grid, members in members_of.items():
+    members_of: dict[Grid, list[Matrix]] = {}
+    for grid, members in by_grid(matrices).items():
+        if rank not in matrices[members[0]].layout.ranks:
+            continue
+        members_of[grid] = [matrices[index] for index in members]
         if one_at_a_time:
             ordered = sorted(members, key=lambda matrix: (owners[matrix], matrix))
             together = [[matrix] for matrix in ordered]
@@ -388,32 +387,29 @@ def _bucket(
     members: list[int],
 ) -> Bucket:
     """A bucket of the matrices ``members`` as ``rank`` sees it."""
-    owned_by: dict[int, list[int]] = {}
+    owned_by: dict[int, list[Matrix]] = {}
     for index in members:
-        owned_by.setdefault(owners[index], []).append(index)
-    replica, shard = matrices[members[0]].layout.place_of(rank)
+        owned_by.setdefault(owners[index], []).append(matrices[index])
+    of_bucket = [matrices[index] for index in members]
+    replica, shard = of_bucket[0].layout.place_of(rank)
     # All-to-alls go by the order of a group's ranks, which is ascending.
     row = tuple(sorted(grid[replica]))
     column = tuple(sorted(of_replica[shard] for of_replica in grid))
-    own = owned_by.get(rank, [])
 
-    def moves(of: Sequence[int], holder: int) -> list[Move]:
-        """The regions of matrices ``of`` an owner that ``holder`` stores."""
+    def moves(owner: int, holder: int) -> list[Move]:
+        """The regions of an owner's matrices that ``holder`` stores."""
         found: list[Move] = []
-        for index in of:
-            regions = matrices[index].layout.regions_of(holder)
-            found += [Move(index, region) for region in regions]
+        for matrix in owned_by.get(owner, ()):
+            regions = matrix.layout.regions_of(holder)
+            found += [Move(matrix, region) for region in regions]
         return found
 
     def in_row_of(holder: int, peers: Ranks) -> list[list[Move]]:
         """The regions that ``holder`` sends to each of its ``peers``; nothing to itself."""
-        return [
-            moves(owned_by.get(peer, ()), holder) if peer != holder else []
-            for peer in peers
-        ]
+        return [moves(peer, holder) if peer != holder else [] for peer in peers]
 
     sent = in_row_of(rank, row)
-    received = [moves(own, peer) if peer != rank else [] for peer in row]
+    received = [moves(rank, peer) if peer != rank else [] for peer in row]
     exchange = Exchange(
         [move for of_peer in sent for move in of_peer],
         [move for of_peer in received for move in of_peer],
@@ -426,13 +422,13 @@ def _bucket(
         peer = of_replica[shard]
         of_others = in_row_of(peer, tuple(sorted(of_replica)))
         held = [move for of_peer in of_others for move in of_peer]
-        held += moves(owned_by.get(peer, ()), peer)
+        held += moves(peer, peer)
         if held:
             updates[peer] = held
     in_order = {peer: updates[peer] for peer in sorted(updates)}
     rounds = _rounds(in_order, rank)
-    kept = moves(own, rank)
-    return Bucket(grid, number, members, own, kept, exchange, rounds, row, column)
+    own, kept = owned_by.get(rank, []), moves(rank, rank)
+    return Bucket(grid, number, of_bucket, own, kept, exchange, rounds, row, column)
 
 
 def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:

@@ -4,7 +4,7 @@ The memory of a bucket belongs to the step: its gather takes it, and it is free 
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,33 +87,26 @@ class BucketFlight(InFlight):
     """A bucket on its way: the memory that its shards and updates take in a step, and its collectives."""
 
     def __init__(
-        self,
-        bucket: Bucket,
-        matrices: Sequence[Matrix],
-        groups: GridGroups,
-        rank: int,
-        device: torch.device,
+        self, bucket: Bucket, groups: GridGroups, rank: int, device: torch.device
     ) -> None:
-        super().__init__(matrices)
+        super().__init__(bucket.matrices)
         self.bucket = bucket
         self.name = (
             f"bucket {bucket.number} of {len(bucket.row) * len(bucket.column)} ranks"
         )
         self._group, self._device = groups.row, device
-        self.rounds = [
-            RoundFlight(self, of_round, groups.column, rank, device)
-            for of_round in bucket.rounds
-        ]
+        self.rounds: list[RoundFlight] = []
+        for of_round in bucket.rounds:
+            self.rounds.append(RoundFlight(self, of_round, groups.column, rank))
         kept = sum(move.region.numel for move in bucket.kept) if self.rounds else 0
         self._numels = sum(bucket.exchange.send_sizes), kept
-        # This rank's shards, and later their updates: first those of the row's other owners, then of its own matrices.
-        self.held = self.sent = self.kept = torch.empty(0)
-        # The others' shards of this rank's matrices, and later their updates.
-        self.owned = self.held
+        self.free_memory()
 
     def take_memory(self) -> None:
         numel = sum(self.bucket.exchange.receive_sizes)
+        # The others' shards of this rank's matrices, and later their updates.
         self.owned = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
+        # This rank's shards, and later their updates: first those of the row's other owners, then of its own matrices.
         self.held = torch.empty(sum(self._numels), dtype=NS_DTYPE, device=self._device)
         self.sent, self.kept = self.held.split(self._numels)
 
@@ -122,42 +115,40 @@ class BucketFlight(InFlight):
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
-        exchange = self.bucket.exchange
-        sizes = exchange.receive_sizes, exchange.send_sizes
-        self._start("gather", self.owned, self.sent, *sizes)
+        _, _, send_sizes, receive_sizes = self.bucket.exchange
+        self._start("gather", self.owned, self.sent, receive_sizes, send_sizes)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the row, and to receive those of this rank's shards."""
-        exchange = self.bucket.exchange
-        sizes = exchange.send_sizes, exchange.receive_sizes
-        self._start("scatter", self.sent, self.owned, *sizes)
+        _, _, send_sizes, receive_sizes = self.bucket.exchange
+        self._start("scatter", self.sent, self.owned, send_sizes, receive_sizes)
 
     def start_rounds(self, first: int, count: int) -> None:
         """Starts to exchange updates along the column, of which this rank has its row's."""
         for of_round in self.rounds[first : first + count]:
             of_round.start(self.held)
 
-    def _start(self, name: str, target: Tensor, source: Tensor, *sizes: Any) -> None:
+    def _start(
+        self,
+        name: str,
+        target: Tensor,
+        source: Tensor,
+        target_sizes: list[int],
+        source_sizes: list[int],
+    ) -> None:
         if self._group is None:
             return
         # The fake backend refuses an empty side.
         if is_dry_run() and not (target.numel() and source.numel()):
             return
-        start = partial(_all_to_all, self._group, *sizes)
-        name = f"{name} of {self.name}"
-        self.launch(name, self.bucket.row, start, target, source)
 
+        def start(target: Tensor, source: Tensor) -> Any:
+            sizes, group = (target_sizes, source_sizes), self._group
+            return dist.all_to_all_single(
+                target, source, *sizes, group=group, async_op=True
+            )
 
-def _all_to_all(
-    group: ProcessGroup,
-    target_sizes: list[int],
-    source_sizes: list[int],
-    target: Tensor,
-    source: Tensor,
-) -> dist.Work:
-    return dist.all_to_all_single(
-        target, source, target_sizes, source_sizes, group=group, async_op=True
-    )
+        self.launch(f"{name} of {self.name}", self.bucket.row, start, target, source)
 
 
 class RoundFlight(InFlight):
@@ -169,14 +160,12 @@ class RoundFlight(InFlight):
         planned: Round,
         group: ProcessGroup | None,
         rank: int,
-        device: torch.device,
     ) -> None:
         super().__init__(bucket.matrices)
         self.planned = planned
         self._name, self._column = f"forwarding of {bucket.name}", bucket.bucket.column
-        self._group, self._rank, self._device = group, rank, device
-        # A piece of the updates that this rank has, and the updates of other rows.
-        self.sent = self.received = torch.empty(0)
+        self._group, self._rank = group, rank
+        self.free_memory()
 
     def start(self, held: Tensor) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
@@ -188,27 +177,25 @@ class RoundFlight(InFlight):
         piece_of[self._rank] = self.sent
         nothing = self.sent[:0]
         pieces = [piece_of.get(peer, nothing) for peer in self._column]
-        if self._device.type != "cpu":
+        group = self._group
+        if not held.is_cpu:
             # One call, which NCCL makes as a group of broadcasts.
-            start = partial(_all_gather, self._group, self.sent)
-            self.launch(self._name, self._column, start, *pieces)
+            def start(own: Tensor, *pieces: Tensor) -> Any:
+                return dist.all_gather([*pieces], own, group=group, async_op=True)
+
+            self.launch(self._name, self._column, start, self.sent, *pieces)
             return
         # Gloo has no all-gather of different sizes.
         for peer, piece in zip(self._column, pieces):
             if piece.numel():
-                start = partial(
-                    dist.broadcast, src=peer, group=self._group, async_op=True
+                start_one = partial(
+                    dist.broadcast, src=peer, group=group, async_op=True
                 )
-                self.launch(self._name, self._column, start, piece)
+                self.launch(self._name, self._column, start_one, piece)
 
     def free_memory(self) -> None:
+        # A piece of the updates that this rank has, and the updates of other rows.
         self.sent = self.received = torch.empty(0)
-
-
-def _all_gather(
-    group: ProcessGroup | None, own: Tensor, *pieces: Tensor
-) -> dist.Work | None:
-    return dist.all_gather(list(pieces), own, group=group, async_op=True)
 
 
 class PackedStep(Runner):
@@ -227,12 +214,10 @@ class PackedStep(Runner):
         super().__init__()
         # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
         self._memory_device = self.device = device
-        self._plan, self._rank = plan, rank
+        self._owner_of = dict(zip(plan.matrices, plan.owners))
         self.buckets: list[BucketFlight] = []
         for bucket in plan.buckets:
-            matrices = [plan.matrices[index] for index in bucket.matrices]
-            of_grid = groups[bucket.grid]
-            flight = BucketFlight(bucket, matrices, of_grid, rank, device)
+            flight = BucketFlight(bucket, groups[bucket.grid], rank, device)
             self.buckets.append(flight)
         self._operations: list[tuple[Phase, BucketFlight, str]] = []
         for phase, index in plan.operations:
@@ -241,9 +226,8 @@ class PackedStep(Runner):
             self._operations.append((phase, flight, label))
         # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
         self.statuses: list[Statuses] = []
-        for grid, indices in plan.members.items():
+        for grid, shared in plan.members.items():
             if groups[grid].several:
-                shared = [plan.matrices[index] for index in indices]
                 channel = Statuses(shared, groups[grid], serials[grid], rank, device)
                 self.statuses.insert(0, channel)
         self._sent_whole = self._params_sent_whole()
@@ -255,13 +239,13 @@ class PackedStep(Runner):
         whole: set[int] = set()
         others: set[int] = set()
         for flight in self.buckets:
-            for index, matrix in zip(flight.bucket.matrices, flight.matrices):
-                regions = matrix.layout.regions_of(self._rank)
-                is_whole = (
-                    self._plan.owners[index] in flight.bucket.row
-                    and not matrix.param.is_sum
-                    and all(region.is_contiguous for region in regions)
-                )
+            bucket = flight.bucket
+            gaps: set[Matrix] = set()
+            blended: set[Matrix] = set()
+            for matrix, region in (*bucket.exchange.outgoing, *bucket.kept):
+                (blended if region.is_contiguous else gaps).add(matrix)
+            for matrix in bucket.matrices:
+                is_whole = matrix in blended - gaps and not matrix.param.is_sum
                 (whole if is_whole else others).add(matrix.index)
         return whole - others
 
@@ -342,7 +326,7 @@ class PackedStep(Runner):
         flight.start_gather()
         indices = dict.fromkeys(matrix.index for matrix in flight.matrices)
         inputs.accumulate(index for index in indices if index not in self._fused)
-        self._log("gather", flight.bucket.matrices, inputs)
+        self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
@@ -355,21 +339,20 @@ class PackedStep(Runner):
         if flight.rounds:
             kept = _views(flight.kept, bucket.kept)
         own = _by_matrix(bucket.kept, kept)
-        present: list[int] = []
+        present: list[Matrix] = []
         unsent: list[Tensor] = []
-        for index in bucket.owned:
-            if inputs.applies(self._plan.matrices[index]):
-                present.append(index)
+        for matrix in bucket.owned:
+            if inputs.applies(matrix):
+                present.append(matrix)
                 continue
-            for _, view in (*received.get(index, ()), *own.get(index, ())):
+            for _, view in (*received.get(matrix, ()), *own.get(matrix, ())):
                 if view is not None:
                     unsent.append(view)
         if unsent:
             # They travel, but are not applied.
             torch._foreach_zero_(unsent)
         for batch in self._batches(present, inputs):
-            matrices = [self._plan.matrices[index] for index in batch]
-            self.progress.now = Phase.COMPUTE.value, matrices
+            self.progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
             self._orthogonalize(batch, own, received, inputs)
         self.progress.now = "scatter", flight.matrices
@@ -378,24 +361,22 @@ class PackedStep(Runner):
             flight.start_rounds(0, ROUNDS_IN_FLIGHT)
 
     def _batches(
-        self, indices: Sequence[int], inputs: StepInputs
-    ) -> Iterator[list[int]]:
+        self, matrices: Sequence[Matrix], inputs: StepInputs
+    ) -> Iterator[list[Matrix]]:
         """Matrices of one shape and equal options, as many as their formulas allow in a batch."""
         keys = [formulas.compute_key for formulas in inputs.formulas]
-        alike: dict[tuple, list[int]] = {}
-        for index in indices:
-            matrix = self._plan.matrices[index]
+        alike: dict[tuple, list[Matrix]] = {}
+        for matrix in matrices:
             key = keys[matrix.param.param_group], matrix.shape, matrix.split
-            alike.setdefault(key, []).append(index)
+            alike.setdefault(key, []).append(matrix)
         for (_, shape, _), members in alike.items():
-            formulas = inputs.formulas_of(self._plan.matrices[members[0]])
-            size = formulas.batch_size(shape, self.device)
+            size = inputs.formulas_of(members[0]).batch_size(shape, self.device)
             for start in range(0, len(members), size):
                 yield members[start : start + size]
 
     def _orthogonalize(
         self,
-        batch: Sequence[int],
+        batch: Sequence[Matrix],
         own: "ByMatrix",
         received: "ByMatrix",
         inputs: StepInputs,
@@ -404,27 +385,25 @@ class PackedStep(Runner):
         and cuts the updates into regions: those of other ranks go where the momentum was, and its own are applied, or kept
         for the rounds.
         """
-        first = self._plan.matrices[batch[0]]
-        wholes = torch.empty(
-            (len(batch), *first.shape), dtype=NS_DTYPE, device=self._memory_device
-        )
+        shape = len(batch), *batch[0].shape
+        wholes = torch.empty(shape, dtype=NS_DTYPE, device=self._memory_device)
         moves: list[Move] = []
         own_regions: list[Tensor] = []
         kept: list[Tensor] = []
         packed: list[Tensor] = []
         regions: list[Tensor] = []
-        for index, whole in zip(batch, wholes.unbind()):
-            for region, view in own.get(index, ()):
-                moves.append(Move(index, region))
+        for matrix, whole in zip(batch, wholes.unbind()):
+            for region, view in own.get(matrix, ()):
+                moves.append(Move(matrix, region))
                 own_regions.append(region.of_matrix(whole))
                 if view is not None:
                     kept.append(view)
-            for region, view in received.get(index, ()):
+            for region, view in received.get(matrix, ()):
                 packed.append(view)
                 regions.append(region.of_matrix(whole))
         self._blend(moves, own_regions, inputs)
         _copy(regions, packed)
-        inputs.formulas_of(first).orthogonalize_all(wholes)
+        inputs.formulas_of(batch[0]).orthogonalize_all(wholes)
         _copy(packed, regions)
         if kept:
             _copy(kept, own_regions)
@@ -456,83 +435,67 @@ class PackedStep(Runner):
         """Writes regions of the tensors to orthogonalize to ``targets``: momentum, blended with the gradient if nesterov;
         without a gradient momentum, so that the owner receives defined values.
         """
-        if self._is_cpu:
-            # One matrix after another, while it is in the cache.
-            for move, target in zip(moves, targets):
-                self._blend_together([move], [target], inputs)
-            return
 
         def kind_of(place: int) -> Hashable:
-            param = self._plan.matrices[moves[place].matrix].param
+            param = moves[place].matrix.param
             # The kernels take contiguous targets only.
             is_contiguous = targets[place].is_contiguous()
             return param.param_group, param.index in self._fused, is_contiguous
 
         for places in self._together(moves, kind_of, inputs):
-            together = [moves[place] for place in places]
+            first = moves[places[0]].matrix
+            is_fused = first.index in self._fused
+            if not is_fused:
+                inputs.accumulate(moves[place].matrix.index for place in places)
+            momenta: list[Tensor] = []
+            gradients: list[Any] = []
+            for place in places:
+                matrix, region = moves[place]
+                of_param = inputs.params[matrix.index]
+                momentum = region.of_local(of_param.momentum)
+                momenta.append(momentum)
+                if of_param.gradient is not None:
+                    gradients.append(region.of_local(of_param.gradient))
+                else:
+                    gradients.append(None if is_fused else momentum)
             written = [targets[place] for place in places]
-            self._blend_together(together, written, inputs)
-
-    def _blend_together(
-        self, moves: Sequence[Move], targets: list[Tensor], inputs: StepInputs
-    ) -> None:
-        """The same for regions of one kind, in one foreach call."""
-        indices = [self._plan.matrices[move.matrix].index for move in moves]
-        is_fused = indices[0] in self._fused
-        if not is_fused:
-            inputs.accumulate(indices)
-        momenta: list[Tensor] = []
-        gradients: list[Any] = []
-        for index, (_, region) in zip(indices, moves):
-            of_param = inputs.params[index]
-            momentum = region.of_local(of_param.momentum)
-            momenta.append(momentum)
-            if of_param.gradient is not None:
-                gradients.append(region.of_local(of_param.gradient))
+            formulas = inputs.formulas_of(first)
+            if is_fused:
+                formulas.accumulate_and_blend(momenta, gradients, written)
             else:
-                gradients.append(None if is_fused else momentum)
-        formulas = inputs.formulas_of(self._plan.matrices[moves[0].matrix])
-        if is_fused:
-            formulas.accumulate_and_blend(momenta, gradients, targets)
-        else:
-            torch._foreach_copy_(targets, formulas.blend(momenta, gradients))
+                torch._foreach_copy_(written, formulas.blend(momenta, gradients))
 
     def _apply(
         self, moves: Sequence[Move], updates: Sequence[Tensor], inputs: StepInputs
     ) -> None:
         """Decays and updates regions of parameters."""
         applied: list[Move] = []
-        pieces: list[tuple[Matrix, Sequence[int], Tensor, Tensor]] = []
+        pieces: list[tuple[Sequence[int], Tensor, Tensor]] = []
         for move, update in zip(moves, updates):
-            matrix, region = self._plan.matrices[move.matrix], move.region
+            matrix, region = move
             if not inputs.applies(matrix):
                 continue
             param = region.of_local(inputs.params[matrix.index].local)
             if param.device != update.device:
                 # An offloaded parameter.
                 update = update.to(param.device)
-            if not matrix.split.sizes:
-                applied.append(move)
-                pieces.append((matrix, matrix.shape, param, update))
-                continue
-            for piece in inputs.pieces(matrix, region[:2], param, update):
-                applied.append(move)
-                pieces.append((matrix, *piece))
-        if self._is_cpu:
-            for matrix, shape, param, update in pieces:
-                inputs.apply(matrix, shape, [param], [update])
-        else:
+            of_move = [(matrix.shape, param, update)]
+            if matrix.split.sizes:
+                of_move = inputs.pieces(matrix, region[:2], param, update)
+            applied += [move] * len(of_move)
+            pieces += of_move
 
-            def kind_of(place: int) -> Hashable:
-                matrix, shape, param, _ = pieces[place]
-                # One launch rounds to one dtype.
-                return matrix.param.param_group, shape, param.device, param.dtype
+        def kind_of(place: int) -> Hashable:
+            shape, param, _ = pieces[place]
+            # One launch rounds to one dtype.
+            group = applied[place].matrix.param.param_group
+            return group, shape, param.device, param.dtype
 
-            for places in self._together(applied, kind_of, inputs):
-                matrix, shape, _, _ = pieces[places[0]]
-                params = [pieces[place][2] for place in places]
-                given = [pieces[place][3] for place in places]
-                inputs.apply(matrix, shape, params, given)
+        for places in self._together(applied, kind_of, inputs):
+            shape, _, _ = pieces[places[0]]
+            params = [pieces[place][1] for place in places]
+            given = [pieces[place][2] for place in places]
+            inputs.apply(applied[places[0]].matrix, shape, params, given)
         self._log("apply", (move.matrix for move in applied), inputs)
 
     def _together(
@@ -541,25 +504,25 @@ class PackedStep(Runner):
         kind_of: Callable[[int], Hashable],
         inputs: StepInputs,
     ) -> Iterator[list[int]]:
-        """The places of ``moves`` whose regions an accelerator takes in one foreach call: up to ``TOGETHER_BYTES`` of one
-        kind.
-        """
+        """The places of ``moves`` whose regions one foreach call takes: on accelerators, up to ``TOGETHER_BYTES`` of one kind."""
+        if self._is_cpu:
+            # One region after another, while it is in the cache.
+            for place in range(len(moves)):
+                yield [place]
+            return
         alike: dict[Hashable, list[int]] = {}
         for place in range(len(moves)):
             alike.setdefault(kind_of(place), []).append(place)
         for places in alike.values():
-            matrix = self._plan.matrices[moves[places[0]].matrix]
-            if inputs.formulas_of(matrix).has_kernels(self.device):
+            formulas = inputs.formulas_of(moves[places[0]].matrix)
+            if formulas.has_kernels(self.device):
                 # All regions in one launch, which needs no memory of its own.
                 yield places
                 continue
             room, chunk = TOGETHER_BYTES, []
             for place in places:
-                index, region = moves[place]
-                nbytes = (
-                    region.numel
-                    * self._plan.matrices[index].param.traits.momentum_dtype.itemsize
-                )
+                matrix, region = moves[place]
+                nbytes = region.numel * matrix.param.traits.momentum_dtype.itemsize
                 if chunk and nbytes > room:
                     yield chunk
                     room, chunk = TOGETHER_BYTES, []
@@ -567,11 +530,10 @@ class PackedStep(Runner):
                 room -= nbytes
             yield chunk
 
-    def _log(self, phase: str, indices: Any, inputs: StepInputs) -> None:
+    def _log(self, phase: str, matrices: Iterable[Matrix], inputs: StepInputs) -> None:
         if log.isEnabledFor(logging.DEBUG):
-            for index in indices:
-                matrix, owner = self._plan.matrices[index], self._plan.owners[index]
-                values = inputs.rank, phase, matrix.described, owner
+            for matrix in matrices:
+                values = inputs.rank, phase, matrix.described, self._owner_of[matrix]
                 log.debug("rank %d: %s %s, owner %d", *values)
 
     def reserve(self, prefetch_count: int) -> None:
@@ -616,13 +578,13 @@ class PackedStep(Runner):
 
 
 # Matrix -> its regions, each with a view of packed memory, or None.
-ByMatrix = Mapping[int, Sequence[tuple[Region, Any]]]
+ByMatrix = Mapping[Matrix, Sequence[tuple[Region, Any]]]
 
 
 def _by_matrix(moves: Sequence[Move], views: Sequence[Any]) -> ByMatrix:
-    found: dict[int, list[tuple[Region, Any]]] = {}
-    for move, view in zip(moves, views):
-        found.setdefault(move.matrix, []).append((move.region, view))
+    found: dict[Matrix, list[tuple[Region, Any]]] = {}
+    for (matrix, region), view in zip(moves, views):
+        found.setdefault(matrix, []).append((region, view))
     return found
 
 
