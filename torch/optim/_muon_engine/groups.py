@@ -18,9 +18,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
-from .agreement import agree, all_gather_object, Meeting, reaching
+from .agreement import agree, gathered_along, Meeting, reaching
 from .dtensors import Fact, mesh_ranks, Reader
-from .joins import Cut, Cuts, in_words, join, KINDS, Name, Part, Told
+from .joins import (
+    Cut,
+    Cuts,
+    hints,
+    in_words,
+    KINDS,
+    layout_of,
+    Name,
+    Part,
+    Told,
+)
 from .local import local_part
 from .params import (
     checked,
@@ -39,7 +49,7 @@ from .process_groups import (
     process_rank,
     Ranks,
 )
-from .regions import Layout, place_in_order, ranks_of
+from .regions import Layout, place_in_order, ranks_of, Shape
 from .tp_dims import tp_mark_of, TPDims
 
 
@@ -71,8 +81,6 @@ class GroupsReader(Reader):
         self.experts = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
-        # A later reading is of an optimizer that may have lost parameters, which the config's dicts still name.
-        self._has_read = False
         self.candidates = [*self.shared.values()]
 
     def check_tp_dim(self, param: Param) -> None:
@@ -97,8 +105,8 @@ class GroupsReader(Reader):
         """The matrices in ``params``, in an order that all ranks share. The ranks of the groups exchange their parts, and all
         of them raise an error of ``check`` on one of them.
         """
-        is_first = not self._has_read
-        self._has_read = True
+        # A later reading is of an optimizer that may have lost parameters, which the config's dicts still name.
+        is_first = not self.params
         self._begin(params)
         of_meshes = self.candidates
         parts = OwnParts(self)
@@ -368,8 +376,7 @@ class OwnParts:
         groups += [group for group in mesh_groups if group.size() > 1]
         matrices: list[Matrix] = []
         try:
-            if parts := self._joined(order):
-                matrices += checked([*self._with_parts(parts)])
+            matrices += checked(self._put_together(order))
         except Exception as error:
             # Ranks of the grid may see different contradictions, or none.
             self.error = error
@@ -379,10 +386,11 @@ class OwnParts:
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
         return matrices
 
-    def _joined(self, order: Sequence[tuple[str, Ranks]]) -> list[Part]:
-        """The part of each matrix after the exchange in each group. Raises an error of this rank after the last one."""
-        names = self._names()
-        described = dict(zip(names, (matrix.described for matrix in self._matrices)))
+    def _put_together(self, order: Sequence[tuple[str, Ranks]]) -> list[Matrix]:
+        """The matrices, with the layouts that this rank and those of its groups make of their parts. Raises an error of this
+        rank after the exchange.
+        """
+        names, rank = self._names(), process_rank()
         # Equal parts are one object, so that a message has each once.
         equal: dict[tuple, Part] = {}
         parts: dict[Name, Part] = {}
@@ -391,25 +399,35 @@ class OwnParts:
             part = Part(matrix.shape, matrix.layout, cuts)
             parts[name] = equal.setdefault(content, part)
         ep_group = self._reader.given["ep"]
-        ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
-        own: Told | None = Told(parts, dict(zip(names, self._sums)), ep_ranks)
-        for group in order:
-            told = own if self.error is None else None
-            with reaching(group[1], [*described.values()]):
-                answers = all_gather_object(told, self.group_of[group])
-            if own is None or None in answers:
-                # A rank without an answer has an error, which all of them raise.
-                own = None
-                continue
-            try:
-                own, hints = join(process_rank(), group, own, answers, described)
-                for hint, name in hints:
-                    self._warnings[hint].append(described[name])
-            except Exception as error:
-                self.error = error
+        ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
+        own: Told | None = None
+        if self.error is None:
+            own = Told(parts, dict(zip(names, self._sums)), ep_ranks)
+        everyone = {member for _, ranks in order for member in ranks}
+        described = [matrix.described for matrix in self._matrices]
+        with reaching([*everyone], described):
+            told = gathered_along([self.group_of[group] for group in order], own)
         if self.error is not None:
             raise self.error
-        return [] if own is None else [*own.parts.values()]
+        if None in told.values():
+            # A rank without an answer has an error, which all of them raise.
+            return []
+        # Equal parts on all ranks have one layout.
+        layouts: dict[tuple, tuple[Shape, Layout]] = {}
+        matrices: list[Matrix] = []
+        for name, matrix in zip(names, self._matrices):
+            shared = (id(of_rank.parts.get(name)) for of_rank in told.values())
+            content = name[0] is None, *shared
+            if content not in layouts:
+                try:
+                    layouts[content] = layout_of(rank, name, told)
+                except ValueError as error:
+                    raise ValueError(f"{matrix.described}: {error}") from None
+            for hint in hints(rank, name, told):
+                self._warnings[hint].append(matrix.described)
+            shape, layout = layouts[content]
+            matrices.append(replace(matrix, shape=shape, layout=layout))
+        return matrices
 
     def _names(self) -> list[Name]:
         """How ranks name the matrices."""
@@ -420,16 +438,6 @@ class OwnParts:
             numbers[param.index] = counts[param.expert]
             counts[param.expert] += 1
         return [(m.param.expert, numbers[m.index], m.sub) for m in self._matrices]
-
-    def _with_parts(self, parts: Sequence[Part]) -> list[Matrix]:
-        """The matrices, with the layouts that the ranks have put together."""
-        # Equal layouts are one object.
-        layouts: dict[str, Layout] = {}
-        matrices: list[Matrix] = []
-        for matrix, part in zip(self._matrices, parts, strict=True):
-            layout = layouts.setdefault(part.layout.digest, part.layout)
-            matrices.append(replace(matrix, shape=part.shape, layout=layout))
-        return matrices
 
 
 def _has_no_other_of(group: ProcessGroup, ranks: Sequence[int]) -> bool:
