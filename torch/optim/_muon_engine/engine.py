@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .._muon_split import Split
 from . import process_groups
 from .agreement import agree, Meeting, Signature
 from .config import DistributedConfig
@@ -57,7 +58,6 @@ class Engine:
         takes_stacks: bool = False,
         check: Callable[[], None] = lambda: None,
         former: "Engine | None" = None,
-        is_lasting: bool = True,
     ) -> None:
         # Users may change theirs, which a step refuses.
         self.config = copy.copy(config)
@@ -73,8 +73,6 @@ class Engine:
         self.groups: dict[Grid, GridGroups] = {}
         self._serials: dict[Grid, int] = {}
         self._runner: Runner | None = None
-        # The options that the last step was made with.
-        self._options: list[tuple] | None = None
         replaced: list[Replacement] = []
         if former is None:
             self.reader = reader_of(config, takes_stacks)
@@ -96,8 +94,10 @@ class Engine:
 
         # The assignment computes with tensors, which must be real in a dry run, too.
         with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
-            self._build(before, check_all, is_lasting)
+            self._build(before, check_all)
         self.ordered = self._in_common_order()
+        has_others = any(groups.several for groups in self.groups.values())
+        self._refusal = _refusal(params, has_others)
         if former is not None:
             # A device may not have room for the memory of both.
             former._runner = None
@@ -117,9 +117,7 @@ class Engine:
         self._lineage = Lineage(seen, dict(indices))
         return self._lineage.take_places(self.params)
 
-    def _build(
-        self, before: set[Tensor], check: Callable[[], None], is_lasting: bool
-    ) -> None:
+    def _build(self, before: set[Tensor], check: Callable[[], None]) -> None:
         """Makes the plan together with the other ranks. They compare which parameters are not among those ``before`` a
         change, so that all replace the same ones. All of them raise an error of ``check``.
         """
@@ -155,9 +153,8 @@ class Engine:
             counters = counters_of(grid)
             self._serials[grid] = counters.optimizers
             counters.optimizers += 1
-            if is_lasting:
-                # The next optimizer's owners start where those of this one stop.
-                counters.first_owner += len(members)
+            # The next optimizer's owners start where those of this one stop.
+            counters.first_owner += len(members)
 
     def _assigned(
         self, matrices: Sequence[Matrix]
@@ -289,16 +286,19 @@ class Engine:
         return self._runner
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
-        """Whether this engine was built for the parameters of these groups, and they are unchanged."""
+        """Whether this engine was built for the parameters of these groups, and they and their ``split`` and ``flatten`` are
+        unchanged.
+        """
         at = 0
         for param_group, options in enumerate(param_groups):
+            form = Split.of(options["split"]), bool(options["flatten"])
             for tensor in options["params"]:
                 if at == len(self.params):
                     return False
                 param = self.params[at]
                 if param.tensor is not tensor or param.param_group != param_group:
                     return False
-                if param.traits != traits_of(tensor):
+                if param.traits != traits_of(tensor) or param.form != form:
                     return False
                 at += 1
         return at == len(self.params)
@@ -394,14 +394,8 @@ class Engine:
             )
         for group in formulas:
             group.check()
-        options = [(group.form, group.compute_key) for group in formulas]
-        if options != self._options:
-            _check_forms(self.params, formulas)
-            has_others = any(groups.several for groups in self.groups.values())
-            refusal = _refusal(self.params, has_others)
-            if refusal:
-                raise RuntimeError(refusal)
-            self._options = options
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
     def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
         """Records the failure. If parameters may have moved on some ranks only, this optimizer does not go on."""
@@ -463,16 +457,6 @@ def _refusal(params: Sequence[Param], has_others: bool) -> str:
     return ""
 
 
-def _check_forms(params: Sequence[Param], formulas: Sequence[Any]) -> None:
-    """Raises ValueError if ``split`` or ``flatten`` of a group has changed."""
-    for param in params:
-        form = formulas[param.param_group].form
-        if param.form != form:
-            raise ValueError(
-                f"split or flatten of {param.described} was {param.form}, and is now {form}: set it back, or build a new Muon"
-            )
-
-
 def step_once(
     config: DistributedConfig,
     formulas: Any,
@@ -491,6 +475,6 @@ def step_once(
     new = ({"momentum_buffer": buf} for buf in bufs)
     states: dict[Tensor, Any] = dict(zip(params, new, strict=True))
     takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
+    engine = Engine(config, live, states, takes_stacks)
     engine.step([formulas], states, grads)
     engine.synchronize()

@@ -24,15 +24,10 @@ from .process_groups import group_ranks, GridGroups, is_dry_run, listed
 
 
 # The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits
-# of the step, of the optimizer, of the options and of the placements that gradients must change.
+# of the step, of the optimizer and of the options.
 _CHANGED, _PROBLEM = 0, 1
-_STEP, _OPTIMIZER, _OPTIONS, _MOVES = (
-    slice(2, 7),
-    slice(7, 12),
-    slice(12, 17),
-    slice(17, 22),
-)
-_FIRST_GRADIENT = 22
+_STEP, _OPTIMIZER, _OPTIONS = slice(2, 7), slice(7, 12), slice(12, 17)
+_FIRST_GRADIENT = 17
 # Bytes of the head that say no and yes. Zero is no opinion.
 _NO, _YES = 1, 2
 
@@ -45,7 +40,10 @@ _CHANGED_ALONE = (
 ELSEWHERE = (
     "ranks that share matrices with this one have a problem. Their error says how"
 )
-_OTHER_OPTIONS = "the ranks have different hyperparameters. A scheduler or a checkpoint changed those of some ranks only"
+_OTHER_OPTIONS = (
+    "the ranks have different hyperparameters, because a scheduler or a checkpoint changed those of some ranks only, or "
+    "gradients or momentum of different placements, which DTensor's redistribute() cannot change then"
+)
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
     "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
@@ -55,10 +53,6 @@ _UNUSABLE = "a rank has a gradient or momentum for these that it cannot use. The
 _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
     "unused expert or a branch that one rank skips"
-)
-_OTHER_PLACEMENTS = (
-    "the ranks have gradients or momentum of different placements, or some of them have another one than the "
-    "parameter. DTensor's redistribute() needs all of them. Give all ranks the parameter's placement"
 )
 
 
@@ -124,7 +118,6 @@ class Statuses(InFlight):
         values += _digits(step) + _digits(self._identity)
         if inputs is not None:
             values += _digits(self._options_digest(inputs))
-            values += _digits(self._moves_digest(inputs))
             if inputs.is_complete:
                 values += self._all_present
             else:
@@ -159,19 +152,18 @@ class Statuses(InFlight):
         self.launch("all-reduce of statuses", ranks, start, table)
 
     def _options_digest(self, inputs: StepInputs) -> int:
-        """Of the options of each gradient. Ranks may have equal options in one parameter group or in several."""
+        """Of the options of each gradient, and of the placements that DTensor's collectives must change. Ranks may have equal
+        options in one parameter group or in several.
+        """
         of_groups = [formulas.options_digest for formulas in inputs.formulas]
         digests = [of_groups[m.param.param_group] for m in self.matrices]
         runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
-        return zlib.crc32(repr(runs).encode())
-
-    def _moves_digest(self, inputs: StepInputs) -> int:
-        """Of the gradients and momenta that collectives of DTensor's must bring to other placements."""
-        if not inputs.moves:
-            return 0
-        # Moves of other grids do not count.
-        moves = [inputs.moves.get(m.index, "") for m in self.matrices]
-        return zlib.crc32(repr(moves).encode()) if any(moves) else 0
+        moves: dict[int, str] = {}
+        for place, matrix in enumerate(self.matrices if inputs.moves else ()):
+            # Moves of other grids do not count.
+            if matrix.index in inputs.moves:
+                moves[place] = inputs.moves[matrix.index]
+        return zlib.crc32(repr((runs, moves)).encode())
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
@@ -202,16 +194,17 @@ class Statuses(InFlight):
             if differs[places].any():
                 shared = listed([matrix.described for matrix in self.matrices], 4)
                 return f"{text}. This rank's optimizer has {shared}"
-        gradients = self._other_gradients(differs)
+        # A rank without a gradient has none to move, so this is not a difference of placements.
+        if gradients := self._other_gradients(differs):
+            return gradients
         has_problem = self._host[0, 0, _PROBLEM] == _YES
-        for places, text in (_OPTIONS, _OTHER_OPTIONS), (_MOVES, _OTHER_PLACEMENTS):
-            # A rank without a gradient has none to move.
-            if differs[places].any() and not (gradients and places is _MOVES):
-                # A rank with a problem may have no inputs.
-                if inputs is not None and not has_problem:
-                    text += self._first_difference(inputs)
-                return text
-        return gradients or (ELSEWHERE if has_problem else "")
+        if differs[_OPTIONS].any():
+            # A rank with a problem may have no inputs.
+            knows_more = inputs is not None and not has_problem
+            return _OTHER_OPTIONS + (
+                self._first_difference(inputs) if knows_more else ""
+            )
+        return ELSEWHERE if has_problem else ""
 
     def _other_gradients(self, differs: Tensor) -> str:
         """The gradients that some ranks lack or cannot use, in words."""
