@@ -144,11 +144,12 @@ def choose_owners(
 
 def describe_state(reader: Reader, state: dict[str, Any]) -> None:
     """Writes the entries into a config's ``state`` that users are promised."""
-    state["param_metadata"] = {
-        index: {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
-        for index, (matrix, *_) in reader.by_param.items()
-        if isinstance(tensor := matrix.param.tensor, DTensor)
-    }
+    metadata: dict[int, dict[str, Any]] = {}
+    for index, param in reader.params.items():
+        if isinstance(param.tensor, DTensor):
+            mesh, placements = param.tensor.device_mesh, param.tensor.placements
+            metadata[index] = {"device_mesh": mesh, "placements": placements}
+    state["param_metadata"] = metadata
 
 
 def either(**spellings: Any) -> Any:

@@ -19,7 +19,7 @@ from .factory import lent, MATRICES, READER, STEP
 from .local import is_dtensor, like_param, local_part, takes_update
 from .inputs import StepInputs
 from .params import Matrix, matrix_shape, Param
-from .process_groups import listed, spanning_group
+from .process_groups import spanning_group
 from .step import Runner
 
 
@@ -53,44 +53,37 @@ def call_assign_fn(
         raise TypeError(
             f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
         )
-    rank_of: dict[int, int] = {}
-    counts: Counter[int] = Counter()
+    owner_of: dict[int, int] = {}
+    doubled: list[int] = []
     for rank, indices in assignments.items():
         if not 0 <= rank < engine.world_size:
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {engine.world_size - 1}"
             )
-        rank_of.update(dict.fromkeys(indices, rank))
-        counts.update(indices)
-    _check_counts(counts, [param.described for param in params])
+        doubled += [index for index in indices if index in owner_of]
+        owner_of.update(dict.fromkeys(indices, rank))
+    expected = {*range(len(params))}
+    problems: list[str] = []
+    for verb, wrong in (
+        ("unknown", owner_of.keys() - expected),
+        ("missing", expected - owner_of.keys()),
+        ("assigned more than once", doubled),
+    ):
+        if wrong:
+            problems.append(f"{verb} {sorted(wrong)}")
+    if problems:
+        raise AssertionError(
+            f"assign_fn must give each of parameters 0 to {len(params) - 1} to exactly one rank; {'; '.join(problems)}"
+        )
     owners: list[int] = []
     for matrix in matrices:
-        owner, ranks = rank_of[matrix.index], matrix.layout.ranks
+        owner, ranks = owner_of[matrix.index], matrix.layout.ranks
         if owner not in ranks:
             raise ValueError(
                 f"assign_fn gives {matrix.described} to rank {owner}, which holds no piece of it; ranks {list(ranks)} do"
             )
         owners.append(owner)
     return owners, {rank: list(owned) for rank, owned in assignments.items()}
-
-
-def _check_counts(counts: Counter[int], described: Sequence[str]) -> None:
-    """Raises AssertionError unless each parameter, of which ``described`` has the text, was assigned once."""
-    indices = range(len(described))
-    wrong = {
-        "unknown": sorted(counts.keys() - indices),
-        "missing": sorted(indices - counts.keys()),
-        "assigned more than once": [index for index in indices if counts[index] > 1],
-    }
-    problems: list[str] = []
-    for verb, wrong_indices in wrong.items():
-        if wrong_indices:
-            known = [described[index] for index in wrong_indices if index in indices]
-            problems.append(f"{verb} {wrong_indices}: {listed(known)}")
-    if problems:
-        raise AssertionError(
-            f"assign_fn must give each of parameters 0 to {len(described) - 1} to exactly one rank; {'; '.join(problems)}"
-        )
 
 
 class FunctionStep(Runner):
