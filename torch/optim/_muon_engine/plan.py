@@ -285,27 +285,28 @@ def cut_into_buckets(
     largest = max(matrices[index].numel for index in members)
     most_gathered = max(sum(matrices[i].numel for i in q) for q in queues.values())
     longest = max(map(len, queues.values()))
-    busiest = max(sum(matrices[i].flops for i in q) for q in queues.values())
+
+    def work_of(queue: Sequence[int]) -> int:
+        return sum(matrices[index].flops for index in queue)
+
+    busiest = max(map(work_of, queues.values()))
     fewest = math.ceil(most_gathered / (bound + largest))
     wanted = max(fewest, min(MAX_BUCKETS, longest))
     counts = [*range(wanted, fewest - 1, -1)]
     counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
     in_flight = buckets_in_flight(matrices[members[0]].layout.grid, prefetch_count)
+    busiest_first = sorted(queues.values(), key=work_of, reverse=True)
     shortest: list[list[int]] = []
     least = math.inf
-    # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices fill the time
-    # of a large one.
-    for of_first, of_others in (
-        (largest // 2, largest // 2),
-        (largest, largest),
-        (in_flight * largest, 0),
-    ):
+    # Buckets in flight have room for half a largest matrix each, or one of them for all of these: small matrices fill the
+    # time of a large one.
+    for of_first, of_others in (largest // 2, largest // 2), (in_flight * largest, 0):
         for count in counts:
             limits = [
                 bound + (of_others if number % in_flight else of_first)
                 for number in range(count)
             ]
-            buckets, total = _spread(matrices, queues, limits)
+            buckets, total = _spread(matrices, busiest_first, limits)
             if buckets and total < least:
                 shortest, least = buckets, total
             if least <= MAX_STRETCH * busiest:
@@ -314,56 +315,37 @@ def cut_into_buckets(
 
 
 def _spread(
-    matrices: Sequence[Matrix], queues: Queues, limits: Sequence[int]
+    matrices: Sequence[Matrix], queues: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> tuple[list[list[int]], int]:
     """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, and the work of the
     buckets' busiest owners, added up; no buckets if they do not fit.
 
-    The busiest owner's matrices, cut into shares of equal work, give each bucket a height. Every owner puts its matrices,
-    heaviest first, where it has most room below the heights. The resulting heights are filled once more.
+    Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
+    owners before it. A second round knows the heights of all.
     """
     count = len(limits)
-    leader = max(queues.values(), key=lambda q: sum(matrices[i].flops for i in q))
-    heights = [0] * count
-    # The longest shares go to the buckets with the largest limits.
-    widest_first = sorted(range(count), key=lambda bucket: -limits[bucket])
-    for bucket, share in zip(widest_first, _shares(matrices, leader, count)):
-        heights[bucket] = share
     shortest: list[list[int]] = []
     least = 0
+    known = [0] * count
     for _ in range(2):
         buckets: list[list[int]] = [[] for _ in limits]
-        busiest = [0] * count
-        for queue in queues.values():
+        heights = [0] * count
+        for queue in queues:
             work, room = [0] * count, list(limits)
             for index in queue:
                 numel = matrices[index].numel
                 fitting = [k for k in range(count) if room[k] >= numel]
                 if not fitting:
                     return shortest, least
-                bucket = max(fitting, key=lambda k: heights[k] - work[k])
+                bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
                 buckets[bucket].append(index)
                 work[bucket] += matrices[index].flops
                 room[bucket] -= numel
-            busiest = [max(both) for both in zip(busiest, work)]
-        if not shortest or sum(busiest) < least:
-            shortest, least = [b for b in buckets if b], sum(busiest)
-        heights = busiest
+            heights = [max(both) for both in zip(heights, work)]
+        if not shortest or sum(heights) < least:
+            shortest, least = [b for b in buckets if b], sum(heights)
+        known = heights
     return shortest, least
-
-
-def _shares(matrices: Sequence[Matrix], queue: Sequence[int], count: int) -> list[int]:
-    """The work of an owner in each of ``count`` buckets, if it shares its work out equally; longest first."""
-    total = max(1, sum(matrices[index].flops for index in queue))
-    shares = [0] * count
-    before = 0
-    for index in queue:
-        flops = matrices[index].flops
-        # The share in which the middle of the matrix's work falls.
-        share = min(count - 1, count * (2 * before + flops) // (2 * total))
-        shares[share] += flops
-        before += flops
-    return sorted(shares, reverse=True)
 
 
 def _one_of_each(queues: Queues) -> list[list[int]]:
