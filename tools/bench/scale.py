@@ -130,14 +130,16 @@ def matrices_of(case: Case) -> list[Matrix]:
     ranks = torch.arange(case.world).view(case.outer, case.inner)
     square = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
     flat = DeviceMesh("cpu", ranks.flatten(), _init_backend=False, _rank=0)
-    layouts = DTensorLayouts()
+    layouts, formulas = DTensorLayouts(), default_formulas()
     matrices: list[Matrix] = []
     for index, shape in enumerate(case.model.shapes):
         is_stack = len(shape) > 2
         placements = _placements(case, index, is_stack)
         mesh = flat if len(placements) == 1 else square
         param = _distributed(shape, mesh, tuple(placements))
-        matrices += layouts.of(Param(index, param), for_whole_mesh=True)
+        matrices += layouts.of(
+            Param(index, param, formulas=formulas), for_whole_mesh=True
+        )
     return matrices
 
 
@@ -284,16 +286,13 @@ def row_of(name: str, case: Case, gpu: GPU, prefetch: int = 1) -> list[str]:
         f"{1e3 * most / gpu.flops:.1f}",
         f"{step.now / (step.now + rest):.2%}",
         f"{step.received / 1e9:.2f}",
-        f"{memory_of(plan, rank, len(case.model.shapes)) / 1e9:.2f}",
+        f"{memory_of(plan, rank) / 1e9:.2f}",
     ]
 
 
-def memory_of(plan: Plan, rank: int, params: int) -> int:
+def memory_of(plan: Plan, rank: int) -> int:
     """The bytes that ``Muon.describe()`` counts."""
-    param = SimpleNamespace(formulas=default_formulas())
-    engine = SimpleNamespace(
-        plan=plan, rank=rank, device=torch.device("cuda"), params=[param] * params
-    )
+    engine = SimpleNamespace(plan=plan, rank=rank, device=torch.device("cuda"))
     return _muon_reports._memory(engine)
 
 
