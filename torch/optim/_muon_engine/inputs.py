@@ -1,6 +1,6 @@
 """What a step knows of the parameters on this rank: their tensors, as a step takes them, and the options of their groups."""
 
-import bisect
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -237,16 +237,15 @@ class StepInputs:
         adjust_lr_fn = self.formulas_of(matrix).adjust_lr_fn
         if len({_adjust_lr(1.0, adjust_lr_fn, shape) for shape in shapes}) == 1:
             return [(shapes[0], local, update)]
-        ends: list[int] = []
-        for size in split.sizes:
-            ends.append(size + (ends[-1] if ends else 0))
         pieces = []
-        done, extent = 0, local.shape[split.dim]
-        while done < extent:
-            line = (first[split.dim] + done) % ends[-1]
-            part = bisect.bisect_right(ends, line)
-            count = min(ends[part] - line, extent - done)
-            where = split.dim, done, count
-            pieces.append((shapes[part], local.narrow(*where), update.narrow(*where)))
-            done += count
+        start, begin = 0, first[split.dim]
+        end = begin + local.shape[split.dim]
+        for shape, size in itertools.cycle(zip(shapes, split.sizes)):
+            if start >= end:
+                break
+            place, stop = max(start, begin), min(start + size, end)
+            if place < stop:
+                where = split.dim, place - begin, stop - place
+                pieces.append((shape, local.narrow(*where), update.narrow(*where)))
+            start += size
         return pieces
