@@ -71,9 +71,9 @@ class Reader:
         for param in params:
             param.expert = self.experts.get(param.config_index)
             self.params[param.index] = param
-        self._read_meshes([param for param in params if param.is_dtensor])
+        self.read_meshes([param for param in params if param.is_dtensor])
 
-    def _read_meshes(self, params: Sequence[Param]) -> None:
+    def read_meshes(self, params: Sequence[Param]) -> None:
         """Takes the facts about DTensors, and their meshes' groups. It reads no layout, so each rank has this even if it
         cannot read a parameter.
         """

@@ -395,9 +395,10 @@ class OwnParts:
         equal: dict[tuple, Part] = {}
         parts: dict[Name, Part] = {}
         for name, matrix, cuts in zip(names, self._matrices, self.cuts, strict=True):
-            content = matrix.shape, matrix.layout.digest, cuts
-            part = Part(matrix.shape, matrix.layout, cuts)
-            parts[name] = equal.setdefault(content, part)
+            if cuts:
+                content = matrix.shape, matrix.layout.digest, cuts
+                part = Part(matrix.shape, matrix.layout, cuts)
+                parts[name] = equal.setdefault(content, part)
         ep_group = self._reader.given["ep"]
         ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
         own: Told | None = None
@@ -416,6 +417,9 @@ class OwnParts:
         layouts: dict[tuple, tuple[Shape, Layout]] = {}
         matrices: list[Matrix] = []
         for name, matrix in zip(names, self._matrices):
+            if name not in parts:
+                matrices.append(matrix)
+                continue
             shared = (id(of_rank.parts.get(name)) for of_rank in told.values())
             content = name[0] is None, *shared
             if content not in layouts:

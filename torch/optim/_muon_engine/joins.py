@@ -77,10 +77,7 @@ def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, L
     """The shape and the layout of a matrix of ``rank``, by what it and the ranks of its groups have ``told``. Raises
     ValueError if the parts do not fit.
     """
-    part = told[rank].parts[name]
-    cuts = part.cuts
-    if not cuts:
-        return part.shape, part.layout
+    cuts = told[rank].parts[name].cuts
     shape, rows = _joined(rank, name, cuts, told)
     everyone = [holder for row in rows for _, holder in row]
     if len({*everyone}) < len(everyone) or len({*map(len, rows)}) > 1:

@@ -40,20 +40,14 @@ class Param:
         self.form: tuple[Split, bool] = (Split(), False)
         if formulas is not None:
             self.form = formulas.form
+        self.split, self.flatten = self.form
         # The properties that the layout is read from. Every step compares them.
         self.traits = traits_of(tensor)
+        self.frozen = self.traits.frozen
         # A DTensor does not see writes to its local tensor.
         self.is_dtensor = is_dtensor(tensor)
         # Whether ranks hold contributions to a sum.
         self.is_sum = is_sum(tensor)
-
-    @property
-    def flatten(self) -> bool:
-        return self.form[1]
-
-    @property
-    def frozen(self) -> bool:
-        return self.traits.frozen
 
     @property
     def place_of_expert(self) -> int:
@@ -107,7 +101,8 @@ class Matrix:
     sub: int = 0
     inside: str | None = None
 
-    @property
+    # Steps ask for these often.
+    @cached_property
     def index(self) -> int:
         return self.param.index
 
@@ -115,9 +110,9 @@ class Matrix:
     def name(self) -> str | None:
         return self.param.name or self.inside
 
-    @property
+    @cached_property
     def split(self) -> Split:
-        return self.param.form[0]
+        return self.param.split
 
     @property
     def numel(self) -> int:

@@ -27,9 +27,6 @@ ROUNDS_IN_FLIGHT = 2
 # With more of them, pieces would be so small that a round takes as long as its messages need to start.
 MOST_SENDERS = 32
 
-# Owner -> its matrices, heaviest first.
-Queues = Mapping[int, Sequence[int]]
-
 
 class Move(NamedTuple):
     """A region of ``matrix`` on its way between a rank's storage and packed memory."""
@@ -298,9 +295,13 @@ def cut_into_buckets(
     busiest_first = sorted(queues.values(), key=work_of, reverse=True)
     shortest: list[list[int]] = []
     least = math.inf
-    # Buckets in flight have room for half a largest matrix each, or one of them for all of these: small matrices fill the
-    # time of a large one.
-    for of_first, of_others in (largest // 2, largest // 2), (in_flight * largest, 0):
+    # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices
+    # fill the time of a large one.
+    for of_first, of_others in (
+        (largest // 2, largest // 2),
+        (largest, largest),
+        (in_flight * largest, 0),
+    ):
         for count in counts:
             limits = [
                 bound + (of_others if number % in_flight else of_first)
@@ -311,7 +312,8 @@ def cut_into_buckets(
                 shortest, least = buckets, total
             if least <= MAX_STRETCH * busiest:
                 return shortest
-    return shortest or _one_of_each(queues)
+    # A bucket for each matrix of an owner always fits.
+    return shortest or _spread(matrices, busiest_first, [largest] * longest)[0]
 
 
 def _spread(
@@ -346,15 +348,6 @@ def _spread(
             shortest, least = [b for b in buckets if b], sum(heights)
         known = heights
     return shortest, least
-
-
-def _one_of_each(queues: Queues) -> list[list[int]]:
-    """A bucket for the next matrix of every owner. This always fits."""
-    buckets: list[list[int]] = [[] for _ in range(max(map(len, queues.values())))]
-    for queue in queues.values():
-        for number, index in enumerate(queue):
-            buckets[number].append(index)
-    return buckets
 
 
 # Exchanges

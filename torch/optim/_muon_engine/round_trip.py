@@ -56,7 +56,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
         return piece if piece.shape == shape else piece.reshape(shape)
     if not reader.candidates:
         # No engine has read this parameter.
-        reader._read_meshes([param])
+        reader.read_meshes([param])
     group = spanning_group(ranks, reader.candidates)
     # Backends of accelerators do not take an offloaded piece.
     sent = piece.reshape(-1).to(device_of([tensor], [group]))
