@@ -79,11 +79,10 @@ class ModelsTestCase(TestCase):
 
 
 # A model, and why some of its parameters do not go to Muon. The others do.
-HEAD, EMBEDDING, VECTOR = "output head", "embedding", "one row or column"
-SHARED, TO_WORDS = nn.Embedding(20, 8), linear(20)
+HEAD, EMBEDDING, VECTOR = "output head", "embedding", "a dimension of 1"
+SHARED = nn.Embedding(20, 8)
 TIED = linear(20)
 TIED.weight = SHARED.weight
-PARTS = {"token": nn.Embedding(20, 8), "layers": [block()], "last": linear()}
 MODELS = {
     "leaf layers in a Sequential": (
         nn.Sequential(nn.Embedding(20, 8), linear(16), linear(20, 16)),
@@ -105,14 +104,6 @@ MODELS = {
     "heads by name": (
         tree({"lm_head": linear(), "classifier": {"up": linear()}, "last": linear()}),
         {"lm_head.weight": HEAD, "classifier.up.weight": HEAD, "last.weight": HEAD},
-    ),
-    # The method of transformers' models.
-    "get_output_embeddings": (
-        telling(
-            tree({"to_words": TO_WORDS, **PARTS}),
-            get_output_embeddings=lambda: TO_WORDS,
-        ),
-        {"to_words.weight": HEAD, "token.weight": EMBEDDING, "last.weight": HEAD},
     ),
     "kinds of layers": (
         tree(
@@ -189,7 +180,7 @@ class TestPartition(ModelsTestCase):
         found = self.destinations(
             tree([bare(shapes), conv]), allow_batched_matrices=True
         )
-        reasons = "bias", "3D", VECTOR, "convolution"
+        reasons = "bias", VECTOR, VECTOR, "convolution"
         rest = [f"rest: {reason}" for reason in reasons]
         self.assertCountEqual(found.values(), ["Muon", *rest])
 
@@ -288,7 +279,6 @@ FUSED = [
     ("linear_qkv", (40, 8), {"config": SimpleNamespace(**MEGATRON)}, OF_GROUPS, HEADS),
     # transformers has (in, out), and nanoGPT (out, in).
     ("c_attn", (8, 24), {"num_heads": 2}, THREE, repeated((4,) * 6, 1, 1)),
-    ("c_attn", (8, 24), {"num_heads": 3}, THREE, THREE),
     ("c_attn", (24, 8), {"n_head": 2, "n_embd": 8}, (8, 8, 8), (4,) * 6),
     ("kv_b_proj", (20, 8), LATENT, repeated((6, 4), 2), (6, 4, 6, 4)),
     ("gate_up_proj", (12, 8), {}, (6, 6), (6, 6)),
@@ -324,12 +314,9 @@ PROJECTIONS = [
     ("query", 24, WIDE, 4),
     ("project_q", 24, {"num_heads": 6, "dim_head": 4}, 4),
     # Stable Audio 3 has queries of two kinds. The last attention of CaiT says how many heads there are.
-    ("to_q", 24, {"heads": 6, "dim_heads": 4}, 4),
-    ("to_q", 48, {"heads": 6, "dim_heads": 4}, 0),
+    ("to_q", 24, {"heads": 6, "dim_head": 4}, 4),
+    ("to_q", 48, {"heads": 6, "dim_head": 4}, 0),
     ("q", 24, {"num_heads": 6}, 0),
-    # diffusers says the width of all heads.
-    ("to_k", 24, {"heads": 6, "inner_dim": 24}, 4),
-    ("to_k", 8, {"heads": 4, "inner_dim": 24}, 0),
     ("q_proj", 25, SIX, 0),
     ("k_proj", 8, REFUSING, 0),
 ]

@@ -16,8 +16,7 @@ from ._newton_schulz_variants import newton_schulz_numel
 
 
 # Steps in a row, at any time of training.
-STEPS_WITHOUT_ANY = 3
-STEPS_WITHOUT_ONE = 20
+STEPS_WITHOUT = 10
 _CAUSES = (
     "The model may have other parameters now: if it was sharded (fully_shard, parallelize_module, Fabric.setup) or a weight was "
     "replaced (load_state_dict(assign=True)) after this Muon was built, build Muon from the new ones. If FSDP2 had unsharded the "
@@ -116,7 +115,6 @@ class Hints:
     """Warns about parameters without gradients in the steps of ``engine``: each once, on the first rank of a grid."""
 
     def __init__(self, engine: Any) -> None:
-        self._trained = sum(not param.frozen for param in engine.params)
         # The indices of parameters that this rank speaks for. A rank with an empty shard may have no gradient, and neither
         # may an expert that no token was routed to.
         self._watched: set[int] = set()
@@ -134,20 +132,18 @@ class Hints:
         """Looks at a step in which some parameters had no gradient. Other steps need no look."""
         before = self._steps_without if step == self._last_step + 1 else {}
         self._last_step, self._steps_without = step, {}
-        has_none = len(without_gradient) == self._trained
-        limit = STEPS_WITHOUT_ANY if has_none else STEPS_WITHOUT_ONE
         late: list[str] = []
         for param in without_gradient:
             if param.index not in self._watched:
                 continue
             steps = before.get(param.index, 0) + 1
             self._steps_without[param.index] = steps
-            if steps >= limit:
+            if steps >= STEPS_WITHOUT:
                 self._watched.remove(param.index)
                 late.append(param.described)
         if late:
             warnings.warn(
-                f"these have had no gradient in {limit} steps; if intended, freeze them with requires_grad_(False): "
+                f"these have had no gradient in {STEPS_WITHOUT} steps; if intended, freeze them with requires_grad_(False): "
                 f"{listed(late)}. {_CAUSES}",
                 stacklevel=2,
             )

@@ -290,9 +290,8 @@ def partition_named_parameters(
     To the rest go
 
     - embeddings, and what is tied to them;
-    - the output head: what ``get_output_embeddings()`` of a model returns, the last linear layer outside of blocks,
-      and layers outside of blocks that are named ``classifier``, ``head``, ``lm_head``, ``output``, ``proj_out`` or
-      ``unembed``, with all that is in them;
+    - the output head: the last linear layer outside of blocks, and layers outside of blocks that are named
+      ``classifier``, ``head``, ``lm_head``, ``output``, ``proj_out`` or ``unembed``, with all that is in them;
     - routers: layers that are named ``gate`` or ``router``;
     - everything that is not 2D, matrices of one row or column, and parameters with "bias" or "embed" in their own
       name, which is the last part;

@@ -77,11 +77,12 @@ class TestMuonRoundTrip(OnCPU):
                 self.assertTrainsAlike(twins, 1)
 
     def test_matrix_of_fsdp1(self):
-        for orig in (False, True):
-            with self.subTest(orig=orig):
+        alone, _ = dist.new_subgroups(1)
+        for orig, group in itertools.product((False, True), (None, alone)):
+            with self.subTest(orig=orig, alone=group is alone):
                 single = nn.Linear(5, 7, bias=False)
                 weight = single.weight.detach().clone()
-                model = wrap(single, orig, units=None)
+                model = wrap(single, orig, units=None, process_group=group)
                 (param,) = model.parameters()
                 config = create_auto_config(module=model)
                 # A piece of a flat parameter does not know its matrix.

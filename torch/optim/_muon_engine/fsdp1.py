@@ -1,7 +1,7 @@
 """FSDP1: the matrices inside its flat parameters, from their own metadata."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn, Tensor
@@ -102,7 +102,7 @@ def tensors_of(flat: Any, prefix: str = "") -> list[FlatTensor]:
     return list(map(FlatTensor, names, shapes, tps, flat._contiguities, shards))
 
 
-def mixed(described: str, inside: Mapping[str, str]) -> ValueError:
+def mixed(described: str, inside: Collection[str]) -> ValueError:
     """The error for a flat parameter of which only a part is for Muon, with a tensor of each kind ``inside``."""
     return ValueError(
         f"{described} is a flat parameter that mixes matrices for Muon with others, or with other splits: {inside}. Wrap with "

@@ -23,36 +23,29 @@ def reasons_by_layer(model: nn.Module) -> tuple[dict[str, str], set[nn.Parameter
     """Name of a module, without wrappers -> why the parameters in it are not for Muon; "" if they may be. And the
     parameters of embeddings, which other layers may have, too.
     """
-    output_embeddings: set[nn.Module] = set()
     reasons: dict[str, str] = {}
     tables: set[nn.Parameter] = set()
-    blocks: set[nn.Module] = set()
-    # The modules inside blocks, and those inside linear layers, which are adapters.
-    inner_names: set[str] = set()
+    # Modules in blocks, and those in linear layers, which are adapters.
+    inside: set[nn.Module] = set()
     last_layer = None
     # A module comes before those inside it.
     for wrapped_name, module in model.named_modules():
         name, layer = unwrapped(wrapped_name), _unwrapped(module)
-        # A method of transformers.
-        find = getattr(layer, "get_output_embeddings", None)
-        head = find() if callable(find) else None
-        if isinstance(head, nn.Module):
-            output_embeddings.add(_unwrapped(head))
+        if name in reasons:  # by its wrapper
+            continue
         parent_name, _, own_name = name.rpartition(".")
-        is_inside = parent_name in inner_names or layer in blocks
-        reason = reasons[parent_name] if name else ""
-        if layer in output_embeddings:
-            reason = reason or _OUTPUT_HEAD
-        reasons[name] = reason or _why_not(layer, own_name, is_inside)
-        blocks.update(_blocks_in(layer))
+        reason = reasons.get(parent_name)
+        reasons[name] = reason or _why_not(layer, own_name, module in inside)
+        for block in _blocks_in(layer):
+            inside.update(block.modules())
         if reasons[name] == EMBEDDING:
             tables.update(layer.parameters())
-        elif _is_linear(layer) and not is_inside:
-            last_layer = name
-        if _is_linear(layer) or is_inside:
-            inner_names.add(name)
+        elif _is_linear(layer):
+            if module not in inside:
+                last_layer = name
+            inside.update(module.modules())
     for name, reason in reasons.items():
-        if name == last_layer or name.startswith(f"{last_layer}."):
+        if f"{name}.".startswith(f"{last_layer}."):
             reasons[name] = reason or _OUTPUT_HEAD
     return reasons, tables
 
@@ -99,5 +92,5 @@ def _blocks_in(container: nn.Module) -> Iterator[nn.Module]:
         is_block = key.isdigit()
         if isinstance(container, nn.Sequential):
             is_block = types.count(type(layer)) > 1
-        if is_block and not _is_linear(layer) and any(layer.children()):
-            yield layer
+        if is_block and not _is_linear(layer):
+            yield child

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -41,9 +40,8 @@ def partition(
     groups: dict[Split, list[NamedParameter]] = {}
     others: list[NamedParameter] = []
     for parameter_name, parameter, tensors in parameters:
-        # None for the rest.
-        found: set[Split | None] = set()
-        examples: dict[str, str] = {}
+        # The split of a matrix, or None for the rest -> a tensor, and where it goes.
+        found: dict[Split | None, str] = {}
         for name, shape in tensors:
             layer_name, _, own_name = unwrapped(name).rpartition(".")
             reason = _why_no_matrix(own_name, shape, takes_stacks)
@@ -53,7 +51,6 @@ def partition(
             if name in excluded:
                 reason = "excluded"
             split_of_name = Split.of(splits.get(name))
-            found.add(None if reason else split_of_name)
             destination = "Muon"
             if reason:
                 destination = f"rest: {reason}"
@@ -61,16 +58,17 @@ def partition(
                 destination = f"Muon, split {split_of_name.option}"
             elif name in splits:
                 destination = "Muon, left whole: head size unknown"
-            examples[destination] = name
+            line = f"{name} {shape} -> {destination}"
+            found[None if reason else split_of_name] = line
             if prints:
-                print(f"{name} {shape} -> {destination}")
+                print(line)
         if len(found) > 1:
-            raise fsdp1.mixed(parameter_name, examples)
+            raise fsdp1.mixed(parameter_name, [*found.values()])
         (group,) = found
         named = others if group is None else groups.setdefault(group, [])
         named.append((parameter_name, parameter))
     if split is None:
-        return list(chain.from_iterable(groups.values())), others
+        return groups.get(Split(), []), others
     parameter_groups: list[dict[str, Any]] = []
     for group, named in groups.items():
         parameter_groups.append({"params": named, "split": group.option})
@@ -79,25 +77,25 @@ def partition(
 
 def _why_no_matrix(own_name: str, shape: Shape, takes_stacks: bool) -> str:
     """Why a tensor has no matrix for Muon; "" if it has one."""
-    is_stack = takes_stacks and len(shape) == 3 and shape[0] > 1
-    if len(shape) != 2 and not is_stack:
+    most_dims = 3 if takes_stacks else 2
+    if not 2 <= len(shape) <= most_dims:
         return f"{len(shape)}D"
-    if 1 in shape[-2:]:
-        return "one row or column"
+    if 1 in shape:
+        return "a dimension of 1"
     if "bias" in own_name:
         return "bias"
     return EMBEDDING if "embed" in own_name else ""
 
 
 def _matching(pattern: str, names: Collection[str]) -> set[str]:
-    """The names that a pattern matches, with or without what torch.compile puts into them. Raises ValueError if it matches
-    no name.
+    """The names that a pattern matches, with or without what wrappers put into them. Raises ValueError if it matches no
+    name.
     """
     if pattern in names:
         return {pattern}
     matched = set()
     for name in names:
-        if fnmatch(name, pattern) or fnmatch(name.replace("_orig_mod.", ""), pattern):
+        if fnmatch(name, pattern) or fnmatch(unwrapped(name), pattern):
             matched.add(name)
     if not matched:
         raise ValueError(f"no parameter matches {pattern!r}")

@@ -3,7 +3,6 @@
 A wrong split is worse than none: a weight stays whole unless it has as many rows as the sizes say.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,7 +18,6 @@ Shape = tuple[int, ...]
 _HEADS = (
     "num_heads",
     "num_attention_heads",
-    "num_attn_heads",
     "n_heads",
     "n_head",
     "heads",
@@ -35,7 +33,6 @@ _HEAD_SIZES = (
     "head_size",
     "attention_head_size",
     "dim_head",
-    "dim_heads",
     "key_value_proj_dim",
     "kv_channels",
     "qk_head_dim",
@@ -50,7 +47,9 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
     splits: dict[str, Any] = {}
     for _, _, tensors in fsdp1.logical_matrices(module):
         for tensor_name, shape in tensors:
-            owner_name, weight_name = _owner_and_weight(tensor_name)
+            # A weight has the name of its layer, and a bare parameter its own.
+            layer_name = unwrapped(tensor_name).removesuffix(".weight")
+            owner_name, _, weight_name = layer_name.rpartition(".")
             owner = owners[owner_name]
             is_stack = len(shape) == 3 and weight_name == "gate_up_proj"
             if len(shape) != 2 and not is_stack:
@@ -62,31 +61,15 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
                 if heads and weight_name != "gate_up_proj":
                     split = _heads_of_fused(owner, split)
                 splits[tensor_name] = split.option
-            elif heads and _is_projection(tensor_name, weight_name):
+                continue
+            words = set(weight_name.split("_"))
+            # Not a projection to the latents of all heads, and not a sparse indexer.
+            has_heads = "a" not in words and "indexer" not in tensor_name
+            if heads and has_heads and words & _PROJECTED:
                 split = _projection(owner, weight_name, shape)
-                # A matrix of one head is the head.
-                if split.sizes != shape[:1]:
-                    is_known = not split.problem_with(shape)
-                    splits[tensor_name] = split.option if is_known else None
+                is_known = not split.problem_with(shape)
+                splits[tensor_name] = split.option if is_known else None
     return splits
-
-
-def _is_projection(tensor_name: str, weight_name: str) -> bool:
-    """Whether a tensor is named as if it had queries, keys or values of heads only."""
-    words = set(weight_name.split("_"))
-    # A bias, a projection to the latents of all heads, and a sparse indexer.
-    if not tensor_name.endswith("weight") or "a" in words or "indexer" in tensor_name:
-        return False
-    return not words.isdisjoint(_PROJECTED)
-
-
-def _owner_and_weight(tensor_name: str) -> tuple[str, str]:
-    """The names of a layer and of the module that has it; for a bare parameter, its own name and its module's."""
-    layer_name, _, own_name = unwrapped(tensor_name).rpartition(".")
-    if not own_name.startswith("weight"):
-        return layer_name, own_name
-    owner_name, _, weight_name = layer_name.rpartition(".")
-    return owner_name, weight_name
 
 
 def _size(owner: Any, *attributes: str) -> int:
@@ -106,9 +89,10 @@ def _size(owner: Any, *attributes: str) -> int:
 def _head_size(owner: Any, rows: int, heads: int) -> int:
     """The rows of each of ``heads``; 0 if no attribute confirms it."""
     size = rows // max(heads, 1)
-    is_confirmed = any(_size(owner, attribute) == size for attribute in _HEAD_SIZES)
-    # A width of all heads, as diffusers has it.
-    return size if is_confirmed or _size(owner, "inner_dim") == rows else 0
+    for attribute in _HEAD_SIZES:
+        if _size(owner, attribute) == size:
+            return size
+    return 0
 
 
 def _projection(owner: Any, weight_name: str, shape: Shape) -> Split:
@@ -124,9 +108,7 @@ def _heads_of_fused(owner: Any, split: Split) -> Split:
     heads = _size(owner, *_HEADS)
     if split.repeats == heads:
         return Split(split.sizes * heads, 1, split.dim)
-    size, remaining_lines = divmod(split.sizes[0] * split.repeats, max(heads, 1))
-    if remaining_lines:
-        return split
+    size = split.sizes[0] * split.repeats // max(heads, 1)
     return Split((size,) * (split.lines // size), 1, split.dim)
 
 
@@ -138,19 +120,16 @@ def _queries_keys_values(owner: Any, weight_name: str, shape: Shape) -> Split:
     queries = _size(owner, *_HEADS)
     keys = _size(owner, *_KEY_HEADS) or queries
     size = _head_size(owner, shape[0], queries + 2 * keys)
-    groups = keys if weight_name in _GROUPED else 1
-    if not size:
-        return Split()
+    groups = max(keys, 1) if weight_name in _GROUPED else 1
+    # Without a size, these are zeros, which fit no weight.
     key_rows = keys // groups * size
     return Split((queries // groups * size, key_rows, key_rows), groups)
 
 
 def _c_attn(owner: Any, _weight_name: str, shape: Shape) -> Split:
-    """GPT-2 of transformers has (in, out), and cross-attention keys and values only. nanoGPT has (out, in)."""
+    """GPT-2 of transformers has (in, out), and nanoGPT (out, in)."""
     dim = 0 if hasattr(owner, "n_embd") else 1
-    width = shape[1 - dim]
-    parts = shape[dim] // width
-    return Split((width,) * parts, 1, dim) if parts in (2, 3) else Split()
+    return Split((shape[1 - dim],) * 3, 1, dim)
 
 
 def _kv_b_proj(owner: Any, _weight_name: str, _shape: Shape) -> Split:
@@ -171,7 +150,7 @@ def _gate_up_proj(owner: Any, _weight_name: str, shape: Shape) -> Split:
 
 
 # Name of a layer, or of a bare parameter -> the split of its weight, if it fits the shape.
-_LAYOUTS: dict[str, Callable[[Any, str, Shape], Split]] = {
+_LAYOUTS = {
     "Wqkv": _queries_keys_values,
     "c_attn": _c_attn,
     "gate_up_proj": _gate_up_proj,
