@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import _muon_reports
-from torch.optim._muon_engine.dtensors import DTensorLayouts
+from torch.optim._muon_engine.dtensors import Layouts, matrices_of_dtensor
 from torch.optim._muon_engine.plan import (
     assign_owners,
     Bucket,
@@ -130,16 +130,16 @@ def matrices_of(case: Case) -> list[Matrix]:
     ranks = torch.arange(case.world).view(case.outer, case.inner)
     square = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
     flat = DeviceMesh("cpu", ranks.flatten(), _init_backend=False, _rank=0)
-    layouts, formulas = DTensorLayouts(), default_formulas()
+    layouts: Layouts = {}
+    formulas = default_formulas()
     matrices: list[Matrix] = []
     for index, shape in enumerate(case.model.shapes):
         is_stack = len(shape) > 2
         placements = _placements(case, index, is_stack)
         mesh = flat if len(placements) == 1 else square
         param = _distributed(shape, mesh, tuple(placements))
-        matrices += layouts.of(
-            Param(index, param, formulas=formulas), for_whole_mesh=True
-        )
+        of_model = Param(index, param, formulas=formulas)
+        matrices += matrices_of_dtensor(of_model, layouts, for_whole_mesh=True)
     return matrices
 
 

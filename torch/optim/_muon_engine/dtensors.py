@@ -30,7 +30,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class Fact(NamedTuple):
-    """What ``ranks`` compare of a parameter, or of a matrix in it: its description, and the value of each field in words."""
+    """A description of a parameter, or of a matrix in it, for ``ranks`` to compare: the value of each field, in words."""
 
     ranks: Ranks
     param: Param
@@ -44,13 +44,13 @@ class Reader:
     def __init__(self) -> None:
         # Index in the config -> the expert's id.
         self.experts: Mapping[int, int] = {}
-        # What ranks compare of the parameters that were read last, and the groups in which they meet, one after another.
-        # After an error, of those that can be compared.
+        # Of the parameters that were read last: the facts that ranks compare, and the groups in which they meet, one after
+        # another. After an error, only some parameters have facts.
         self.facts: list[Fact] = []
         self.groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
         # The groups that may be those of a grid's ranks, from the parameters that were read last.
         self.candidates: list[ProcessGroup] = []
-        self.dtensors = DTensorLayouts()
+        self.layouts: Layouts = {}
         # Index -> the parameter that was read last, and its matrices on this rank.
         self.params: dict[int, Param] = {}
         self.by_param: dict[int, list[Matrix]] = {}
@@ -67,7 +67,7 @@ class Reader:
         """Forgets the parameters that were read before."""
         self.params, self.by_param = {}, {}
         # Another mesh may get the address of a former one.
-        self.dtensors = DTensorLayouts()
+        self.layouts = {}
         for param in params:
             param.expert = self.experts.get(param.config_index)
             self.params[param.index] = param
@@ -137,7 +137,7 @@ class Reader:
         if param.tensor.ndim < 2:
             raise not_2d(param.described)
         if param.is_dtensor:
-            return self.dtensors.of(param)
+            return matrices_of_dtensor(param, self.layouts)
         return whole_matrices(param)
 
 
@@ -169,52 +169,48 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return groups
 
 
-class DTensorLayouts:
-    """Reads the layouts of DTensors. Equal shapes on equal placements share one calculation."""
+# Matrix in a tensor -> its layout, by everything that they depend on.
+Layouts = dict[tuple, dict[int, Layout]]
 
-    def __init__(self) -> None:
-        # Matrix in a stack -> its layout, by everything that they depend on.
-        self._layouts: dict[tuple, dict[int, Layout]] = {}
 
-    def of(self, param: Param, for_whole_mesh: bool = False) -> list[Matrix]:
-        """The matrices of which this rank has a part, or ``for_whole_mesh`` all. Raises ValueError for an unknown placement,
-        a mesh without this rank, or a local tensor of another size.
-        """
-        tensor = cast(DTensor, param.tensor)
-        rank, local = process_rank(), tensor._local_tensor
-        try:
-            layouts = self._layouts_of(tensor, param.flatten, for_whole_mesh)
-            numel = 0
-            for layout in layouts.values():
-                if rank in layout.ranks:
-                    numel += layout.numel_of(rank)
-            if numel != local.numel():
-                raise ValueError(
-                    f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
-                )
-        except ValueError as problem:
-            raise ValueError(
-                f"{param.described}, placements {tensor.placements} on {tensor.device_mesh}: {problem}"
-            ) from None
-        shape, placement = matrix_shape(tensor.shape, param.flatten), _in_words(tensor)
-        return [
-            Matrix(param, shape, layout, placement, sub)
-            for sub, layout in layouts.items()
-        ]
-
-    def _layouts_of(
-        self, tensor: DTensor, flatten: bool, for_whole_mesh: bool
-    ) -> dict[int, Layout]:
-        """Matrix in the tensor -> its layout. Raises ValueError as :meth:`of` does."""
-        mesh = tensor.device_mesh
+def matrices_of_dtensor(
+    param: Param, known: Layouts, for_whole_mesh: bool = False
+) -> list[Matrix]:
+    """The matrices of which this rank has a part, or ``for_whole_mesh`` all. Equal shapes on equal placements share one
+    calculation, by what is ``known`` of those before. Raises ValueError for an unknown placement, a mesh without this
+    rank, or a local tensor of another size.
+    """
+    tensor = cast(DTensor, param.tensor)
+    mesh, placements, local = (
+        tensor.device_mesh,
+        tensor.placements,
+        tensor._local_tensor,
+    )
+    depends_on = mesh, placements, param.flatten, for_whole_mesh, *tensor.shape
+    rank, numel = process_rank(), 0
+    try:
         if mesh.get_coordinate() is None:
             raise ValueError(
                 "this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
-        depends_on = (mesh, tensor.placements, flatten, for_whole_mesh, *tensor.shape)
-        if depends_on not in self._layouts:
-            self._layouts[depends_on] = _calculated(tensor, flatten, for_whole_mesh)
-        return self._layouts[depends_on]
+        if depends_on not in known:
+            known[depends_on] = _calculated(tensor, param.flatten, for_whole_mesh)
+        for layout in known[depends_on].values():
+            if rank in layout.ranks:
+                numel += layout.numel_of(rank)
+        if numel != local.numel():
+            raise ValueError(
+                f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
+            )
+    except ValueError as problem:
+        raise ValueError(
+            f"{param.described}, placements {placements} on {mesh}: {problem}"
+        ) from None
+    shape = matrix_shape(tensor.shape, param.flatten)
+    matrices: list[Matrix] = []
+    for sub, layout in known[depends_on].items():
+        matrices.append(Matrix(param, shape, layout, _in_words(tensor), sub))
+    return matrices
 
 
 def _calculated(

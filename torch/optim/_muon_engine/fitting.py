@@ -2,7 +2,7 @@
 and device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from .dtensors import DTensorLayouts
+from .dtensors import matrices_of_dtensor
 from .local import (
     fitting_part,
     is_dtensor,
@@ -48,32 +48,29 @@ def problem_with(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    if isinstance(param, DTensor) != isinstance(grad, DTensor):
-        return _difference("is a DTensor", is_dtensor(param), is_dtensor(grad))
-    if param.is_complex() != grad.is_complex():
-        return _difference("is complex", param.is_complex(), grad.is_complex())
-    if param.shape != grad.shape:
-        return _difference("has shape", tuple(param.shape), tuple(grad.shape))
-    local, local_grad = param, grad
+    for words, value, other in _compared(param, grad):
+        if value != other:
+            return f"the parameter {words} {value}, but its gradient {other}"
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        mesh, other = param.device_mesh, grad.device_mesh
-        if mesh is not other and mesh != other:
-            return _difference("is on the mesh", mesh, other)
-        if param.placements != grad.placements:
-            # It is brought to the parameter's placements.
-            problem = _problem_with_move(grad, param.placements)
-            return problem and f"its gradient's {problem}"
-        local, local_grad = param._local_tensor, grad._local_tensor
-    if local.device != local_grad.device:
-        return _difference("is on", local.device, local_grad.device)
-    if local.shape != local_grad.shape:
-        shapes = tuple(local.shape), tuple(local_grad.shape)
-        return _difference("here has shape", *shapes)
+        problem = _problem_with_move(grad, param.placements)
+        return problem and f"its gradient's {problem}"
     return ""
 
 
-def _difference(words: str, value: Any, other: Any) -> str:
-    return f"the parameter {words} {value}, but its gradient {other}"
+def _compared(param: Tensor, grad: Tensor) -> Iterator[tuple[str, Any, Any]]:
+    """The properties that a parameter and its gradient must share: each in words, and of both."""
+    yield "is a DTensor", is_dtensor(param), is_dtensor(grad)
+    yield "is complex", param.is_complex(), grad.is_complex()
+    yield "has shape", tuple(param.shape), tuple(grad.shape)
+    local, local_grad = param, grad
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        yield "is on the mesh", param.device_mesh, grad.device_mesh
+        if param.placements != grad.placements:
+            # It is brought to the parameter's placements.
+            return
+        local, local_grad = param._local_tensor, grad._local_tensor
+    yield "is on", local.device, local_grad.device
+    yield "here has shape", tuple(local.shape), tuple(local_grad.shape)
 
 
 def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
@@ -118,7 +115,7 @@ def fitting_momentum(
             mesh, whole = buffer.device_mesh, _replicated(buffer)
             buffer = buffer.redistribute(mesh, whole).to_local()
         if isinstance(param, DTensor):
-            buffer = cut_out(DTensorLayouts().of(Param(0, param)), buffer, param)
+            buffer = cut_out(matrices_of_dtensor(Param(0, param), {}), buffer, param)
     if fitting_part(param, buffer, dtype) is None:
         moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
         buffer = like_param(param, moved)

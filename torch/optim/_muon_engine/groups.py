@@ -1,7 +1,7 @@
 """Where an optimizer's parameters are, over process groups, by placements and by FSDP1's metadata.
 
-A group does not say how its ranks cut a matrix. So in each group, ranks tell each other their parts, put them together (see
-``joins``), and tell the next group the result. Only here do readers have collectives.
+A group does not say how its ranks cut a matrix. So ranks tell each other their parts, in one group after another, and then
+put together what they know (see ``joins``). Only here do readers have collectives.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
 from .agreement import agree, gathered_along, Meeting, reaching
-from .dtensors import Fact, mesh_ranks, Reader
+from .dtensors import Fact, matrices_of_dtensor, mesh_ranks, Reader
 from .joins import (
     Cut,
     Cuts,
@@ -236,7 +236,7 @@ class OwnParts:
                 if kind in self._shared and _has_no_other_of(self._shared[kind], ranks):
                     groups[kind] = self._shared[kind]
         cuts = self._cuts_of(groups, {})
-        matrices = self._reader.dtensors.of(param)
+        matrices = matrices_of_dtensor(param, self._reader.layouts)
         for matrix in matrices:
             self._append(matrix, cuts)
         if matrices:

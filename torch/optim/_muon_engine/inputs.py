@@ -1,4 +1,4 @@
-"""What a step knows of the parameters on this rank: their tensors, as a step takes them, and the options of their groups."""
+"""The inputs of a step on this rank: the tensors of parameters, as a step takes them, and the options of their groups."""
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence

@@ -66,16 +66,14 @@ class Param:
 
 
 def shared_name(param: Param, name: str | None) -> str:
-    """What ranks compare as a name in ``param``. They may name the modules of an expert differently."""
+    """The name that ranks compare. They may name the modules of an expert differently."""
     return str(name) if param.expert is None else f"expert {param.expert}"
 
 
 def describe(
     param: Param, shape: Sequence[int], sub: int = 0, inside: str | None = None
 ) -> str:
-    """A parameter, the ``sub``-th matrix of it, or the tensor of this name ``inside`` it, in words. What is meant has
-    ``shape``.
-    """
+    """A parameter, the ``sub``-th matrix of it, or the tensor of this name ``inside`` it, in words, with its ``shape``."""
     text = f"parameter {param.index}"
     name = param.name or inside
     if name is not None:

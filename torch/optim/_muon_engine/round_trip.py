@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .agreement import all_gather_uneven
-from .dtensors import mesh_ranks, Reader
+from .dtensors import matrices_of_dtensor, mesh_ranks, Reader
 from .fitting import cut_out
 from .local import device_of, local_part, summed
 from .process_groups import spanning_group
@@ -36,7 +36,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
     is_as_read = bool(matrices) and (in_step or is_copy)
     if param.is_dtensor:
-        matrices = reader.dtensors.of(param, for_whole_mesh=True)
+        matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
     elif not is_as_read or (len(matrices) == 1 and not is_like):
         matrices = reader.matrices_of(param)
     if len(matrices) > 1 and tensor.ndim < 3:

@@ -152,8 +152,8 @@ class Statuses(InFlight):
         self.launch("all-reduce of statuses", ranks, start, table)
 
     def _options_digest(self, inputs: StepInputs) -> int:
-        """Of the options of each gradient, and of the placements that DTensor's collectives must change. Ranks may have equal
-        options in one parameter group or in several.
+        """A digest of the options of each gradient, and of the placements that DTensor's collectives must change. Ranks may
+        have equal options in one parameter group or in several.
         """
         of_groups = [formulas.options_digest for formulas in inputs.formulas]
         digests = [of_groups[m.param.param_group] for m in self.matrices]
