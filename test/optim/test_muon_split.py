@@ -150,6 +150,7 @@ class TestMuonSplit(MuonTestCase):
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"repeats": 4}}, f"{malformed}.*repeats"),
             (qkv, {"split": {"sizes": (48,), "repeats": 0}}, malformed),
+            (qkv, {"split": {"sizes": (16,), "dim": 2}}, f"{malformed}.*'dim': 2"),
             (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
             (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
         ):

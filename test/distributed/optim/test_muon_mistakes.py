@@ -469,7 +469,6 @@ OF_PROCESS_GROUPS = {
     "number": GroupMistake({"ddp": "a", "fsdp": "b"}, "ranks disagree about the number", lambda rank: [(8, 8)] * (1 if rank == CULPRIT else 2)),
     "ddp of some": GroupMistake({"ddp": "a", "fsdp": "b"}, "contradict|shapes", options=lambda rank: {} if rank % 2 else {"ddp_process_group": None}),
     "fsdp of all and ddp": GroupMistake({"fsdp": "all", "ddp": "a"}, "contradict|shapes"),
-    "fsdp and tp of the same": GroupMistake({"fsdp": "b", "tp": "b"}, "contradict|shapes", options=tp_dim(0)),
     "ids of one ep group": GroupMistake({"ddp": "all", "ep": "b"}, "expert 0.*one ep_process_group.*expert_assignments", options=experts(lambda rank: {0: 0, 1: 1})),
     "ids of one replica": GroupMistake({"ddp": "a", "ep": "b"}, "disagree|contradict", options=experts(lambda rank: {0: rank % 2, 1: 2 + rank % 2} if rank < 2 else {0: rank % 2})),
     "shapes of an expert": GroupMistake({"ddp": "a", "ep": "b"}, r"expert 0.*\(7, 5\).*\(7, 6\)", one_has((7, 5), (7, 6)), experts(lambda rank: {1: rank % 2}), ranks=[0, 2]),
@@ -519,7 +518,6 @@ CONTRADICTIONS = [
     (S1, "tp", "all", 0, f"dimension 0.*{COLUMNS}"),
     (S0, "fsdp", "a", {}, rf"fsdp.*\[\d, \d\].*{ROWS}"),
     (R, "fsdp", "all", {}, f"fsdp.* {WHOLE}"),
-    (S0, "ddp", "a", {}, f"ddp.*{ROWS}"),
 ]
 
 

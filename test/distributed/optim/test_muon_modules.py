@@ -215,14 +215,9 @@ class TestMuonForms(RefusalsTestCase):
         """The matrices of a stack were orthogonalized as one."""
         shape = (8, 6, 3)
         stack = place(full(0, shape), Spec(shape, mesh_of(4), (S0,)))
+        pattern = "only a factory's distributed_config"
         params = [nn.Parameter(stack)]
-        for groups, takes_stacks in (
-            (params, True),
-            ([{"params": params, "flatten": True}], False),
-        ):
-            options = {"allow_batched_matrices": takes_stacks}
-            pattern = "only a factory's distributed_config"
-            self.assertRefused(pattern, groups, **options)
+        self.assertRefused(pattern, params, allow_batched_matrices=True)
 
 
 class TestMuonUntrained(OnCPU):
