@@ -175,6 +175,7 @@ class TestFormsOfNewtonSchulz(TestCase):
         for expected, *lists in (
             (True, [matrix, torch.empty(3)]),
             (False, [matrix, half]),
+            (False, [matrix.double()]),
             (False, [matrix.mT]),
             (False, [elsewhere, matrix]),
             (True, [nn.Parameter(matrix)]),
