@@ -147,7 +147,6 @@ class TestMuonSplit(MuonTestCase):
         for tensor, form, words in (
             (qkv, {"split": (24, 8, 8)}, r"\(24, 8, 8\) adds .* 40, .* 0 has 48"),
             (qkv, {"split": map(int, ("7", "8"))}, malformed),
-            (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"repeats": 4}}, f"{malformed}.*repeats"),
             (qkv, {"split": {"sizes": (48,), "repeats": 0}}, malformed),
             (qkv, {"split": {"sizes": (16,), "dim": 2}}, f"{malformed}.*'dim': 2"),

@@ -250,8 +250,8 @@ CELLS_OF_A_LAYOUT = 6
 
 
 def cells_of(layout):
-    """A layout has each option in one of its cells."""
-    generator = random.Random(layout)
+    """A layout has each option in one of its cells. Any two options are together in a cell of some layout."""
+    generator = random.Random(f"0 {layout}")
     columns = []
     for options in COLUMNS:
         repeated = list(options)
