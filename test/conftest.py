@@ -108,9 +108,8 @@ UNTRACED_FILES = {"test_muon_fuzz", "test_muon_rules"}
 # Classes of other files that repeat what others execute.
 UNTRACED = {
     "TestMuonCheckpoints",
-    "TestMuonKilled",
     "TestMuonLongRuns",
-    "TestMuonStopped",
+    "TestMuonLostRanks",
 }
 
 

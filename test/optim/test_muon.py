@@ -223,9 +223,6 @@ class TestMuonCore(MuonTestCase):
         restored = Muon.__new__(Muon)
         restored.__setstate__(old)
         restored.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-        for group in (restored.defaults, *restored.param_groups):
-            self.assertIsNone(group["foreach"])
-            self.assertEqual(group["ns_algorithm"], "quintic")
         (copied,) = restored.param_groups[0]["params"]
         copied.grad = param.grad
         restored.step()
@@ -235,17 +232,13 @@ class TestMuonCore(MuonTestCase):
     def test_other_name_of_the_quintic(self):
         """Upstream's proposal calls it "standard". Ranks and checkpoints have one name."""
         other = {"ns_algorithm": "standard"}
-        first, second, third = (nn.Parameter(torch.ones(2, 3)) for _ in range(3))
-        built = Muon([{"params": [first], **other}])
-        built.add_param_group({"params": [second], **other})
-        loaded, written = Muon([first], **other), Muon([first])
-        saved = loaded.state_dict()
+        param = nn.Parameter(torch.ones(2, 3))
+        built, loaded, written = Muon([param], **other), Muon([param]), Muon([param])
+        saved = built.state_dict()
         saved["param_groups"][0].update(other)
         loaded.load_state_dict(saved)
-        loaded.add_param_group({"params": [third]})
         # A user may write into a group, and pickle the optimizer.
-        for group in (written.defaults, *written.param_groups):
-            group.update(other)
+        written.param_groups[0].update(other)
         for optimizer in (built, loaded, pickle.loads(pickle.dumps(written))):
             for group in (optimizer.defaults, *optimizer.param_groups):
                 self.assertEqual(group["ns_algorithm"], "quintic")
@@ -356,7 +349,6 @@ class TestMuonRefusals(MuonTestCase):
         stack, matrix, row = torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.ones(3)
         for tensors, options, words in (
             ([stack] * 3, {}, "must be a 2D matrix"),
-            ([stack] * 3, {"foreach": True}, "must be a 2D matrix"),
             ([stack] * 3, {"distributed_config": CONFIGS[1]}, "must be a 2D matrix"),
             # It would be added to each row of the momentum.
             ([matrix, row, matrix], {}, "must be a 2D matrix"),
@@ -389,11 +381,14 @@ class TestMuonRefusals(MuonTestCase):
 
 class TestReports(TestCase):
     def test_describe_without_a_config(self):
-        muon = Muon([nn.Parameter(torch.randn(4, 6))])
-        other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-        page = muon.describe(nn.Linear(6, 4), other)
-        words = "Muon has 1 parameter\nNo optimizer given here has weight\n.*has no"
-        self.assertRegex(page, words)
+        shapes = {"qkv": (8, 16), "head": (4, 8), "gain": (8,)}
+        model = nn.ParameterDict({name: torch.ones(shapes[name]) for name in shapes})
+        muon = Muon([model["qkv"]])
+        words = "Muon has 1 parameter\nNo optimizer given here has head\n.*has no"
+        self.assertRegex(muon.describe(model), words)
+        # A vector is no matrix.
+        page = muon.describe(model, torch.optim.AdamW([model["head"]]))
+        self.assertNotIn("No optimizer", page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

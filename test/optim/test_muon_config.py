@@ -31,18 +31,6 @@ SHAPES = [(4, 6), (6, 4), (5, 5)]
 
 
 class TestDistributedConfig(MuonTestCase):
-    def test_flags(self):
-        for make in MAKES:
-            for flags in ({}, {"async_gpu_parallelism": False, "prefetch_count": 3}):
-                made = make(**flags)
-                self.assertIs(made.async_gpu_parallelism, not flags)
-                self.assertEqual(made.prefetch_count, 3 if flags else 1)
-            for wrong in (-1, 1.0, True, None, "2"):
-                with self.subTest(make=make, wrong=wrong):
-                    words = f"prefetch_count.*{wrong!r}"
-                    with self.assertRaisesRegex(ValueError, words):
-                        make(prefetch_count=wrong)
-
     def test_assign_fn_coverage(self):
         assignments = {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
         state = {"rank": 0, "world_size": 4}
@@ -66,6 +54,8 @@ class TestDistributedConfig(MuonTestCase):
     def test_refused_arguments(self):
         shard, replicate = "shard_process_group", "replicate_process_group"
         for given, words in (
+            ({"prefetch_count": -1}, "prefetch_count.*-1"),
+            ({"prefetch_count": True}, "prefetch_count.*True"),
             ({"fsdp_process_group": 0, shard: 0}, f"fsdp_.*{shard}"),
             ({"ddp_process_group": 0, replicate: 0}, f"ddp_.*{replicate}"),
             ({"tp_dim_per_param": 0, "tp_shard_dim": 0}, "per_param.*tp_shard_dim"),
@@ -79,11 +69,7 @@ class TestDistributedConfig(MuonTestCase):
                 with self.assertRaisesRegex(ValueError, words):
                     config = create_auto_config(**given)
                     Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-        for wrong, words in (
-            ({}, "dict"),
-            (create_auto_config, "function"),
-            ("A", "'A'"),
-        ):
+        for wrong, words in (({}, "dict"), ("A", "'A'")):
             words = f'DistributedConfig or "auto" but is {words}'
             with self.subTest(words), self.assertRaisesRegex(TypeError, words):
                 Muon(make_params((4, 4)), distributed_config=wrong)
@@ -94,36 +80,18 @@ class TestDistributedConfig(MuonTestCase):
         state = create_auto_config(**given).state
         self.assertLessEqual(given.items(), state.items())
         self.assertIsNot(state["expert_assignments"], given["expert_assignments"])
-        for make in FACTORIES:
-            with self.subTest(make=make):
-                config, params = make(), make_params((3, 4), (4, 3))
-                is_dtensor = make is create_dtensor_config
-                self.assertIs(config.state["is_dtensor"], is_dtensor)
-                before = {*config.state, "param_metadata", "_reader"}
-                self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
-                self.assertEqual(config.state["param_metadata"], {})
-                self.assertLessEqual(config.state.keys(), before)
-        # A later call reads the state again.
-        config.state["tp_dim_default"] = 2
-        with self.assertRaises(IndexError):
-            config.assign_fn(params, config.state)
+        self.assertIs(state["is_dtensor"], False)
 
     def test_one_process_is_one_process(self):
-        configs = [
+        for config in (
             local_config(),
             "auto",
+            create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0),
             # Without a group, a TP dimension moves no data.
-            create_auto_config(tp_dim_per_param=-1),
             create_auto_config(tp_dim_per_param={0: 0, 1: 1}),
-        ]
-        for make in FACTORIES:
-            configs.append(make(async_gpu_parallelism=True, prefetch_count=3))
-            configs.append(make(async_gpu_parallelism=False, prefetch_count=0))
-        for config, options in itertools.product(
-            configs, ({"dtype": torch.float64}, {"nesterov": False})
         ):
-            with self.subTest(config=config, options=options):
-                self.assert_same_training(SHAPES, Muon, config, lr=0.05, **options)
+            with self.subTest(config=config):
+                self.assert_same_training(SHAPES, Muon, config, lr=0.05)
 
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
@@ -143,47 +111,34 @@ class TestDistributedConfig(MuonTestCase):
             with self.subTest(make=make, duplicate=duplicate):
                 optimizer = Muon(make_params((2, 3)), distributed_config=make())
                 optimizer.step()
-                duplicated = duplicate(optimizer)
-                public = {name for name in vars(optimizer) if not name.startswith("_")}
-                self.assertLessEqual(public, vars(duplicated).keys())
-                loaded = duplicate(duplicated)
+                duplicated = duplicate(duplicate(optimizer))
                 # A checkpoint does not make it forget.
-                loaded.load_state_dict(optimizer.state_dict())
-                for one in (duplicated, loaded):
-                    with self.assertRaisesRegex(RuntimeError, "distributed_config"):
-                        one.step()
+                duplicated.load_state_dict(optimizer.state_dict())
+                with self.assertRaisesRegex(RuntimeError, "distributed_config"):
+                    duplicated.step()
                 # The original does not mind.
                 optimizer.step()
 
 
 class TestMuonErrors(MuonTestCase):
-    def assertRefused(self, assignments, kind, pattern):
+    def assertRefused(self, assignments, pattern):
         """By an ``assign_fn`` for two ranks and four parameters."""
         state = {"rank": 0, "world_size": 2}
         config = local_config(lambda params, state: assignments, state=state)
-        with self.subTest(assignments=assignments):
-            with self.assertRaisesRegex(kind, pattern):
-                Muon(make_params(*[(10, 10)] * 4), distributed_config=config)
+        with self.assertRaisesRegex(AssertionError, pattern):
+            Muon(make_params(*[(10, 10)] * 4), distributed_config=config)
 
     def test_incomplete_assignment_raises(self):
-        self.assertRefused({0: [0, 1], 1: []}, AssertionError, r"missing.*\[2, 3\]")
+        self.assertRefused({0: [0, 1], 1: []}, r"missing.*\[2, 3\]")
 
     def test_overlapping_assignment_raises(self):
         # Parameter 0 stands twice, and 3 nowhere.
         words = r"missing \[3\].*more than once \[0\]"
-        self.assertRefused({0: [0, 1], 1: [0, 2]}, AssertionError, words)
-
-    def test_assignments_of_what_does_not_exist(self):
-        every = [0, 1, 2, 3]
-        self.assertRefused(None, TypeError, "must return a dict .*, not None")
-        self.assertRefused({0: [*every, 4]}, AssertionError, r"0 to 3.*unknown \[4\]")
-        self.assertRefused({0: [*every, -1]}, AssertionError, r"\[-1\]")
-        self.assertRefused({2: [], 0: every}, ValueError, "rank 2.*0 to 1")
-        self.assertRefused({-1: every}, ValueError, "rank -1")
+        self.assertRefused({0: [0, 1], 1: [0, 2]}, words)
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
-        for dims in ({0: 3}, -3, 7):
+        for dims in ({0: 3}, -3):
             config = create_auto_config(tp_process_group=None, tp_dim_per_param=dims)
             for call in (
                 lambda: config.gather_fn(param, 0, config.state),
@@ -197,9 +152,6 @@ class TestMuonErrors(MuonTestCase):
         # Only the parameter that is gathered counts.
         config = create_auto_config(tp_dim_per_param={1: 3})
         self.assertIs(config.gather_fn(param, 0, config.state), param)
-        config.state["current_param_idx"] = 1
-        with self.assertRaisesRegex(IndexError, "parameter 1"):
-            config.gather_fn(param, 0, config.state)
 
     def test_functions_of_a_factory_in_a_config_that_does_not_know_them(self):
         built = create_auto_config()
@@ -215,67 +167,59 @@ class TestUserFunctions(MuonTestCase):
 
     def test_functions_that_communicate_nothing(self):
         """By their updates they move only what their own rank owns."""
-        state = {"rank": 1, "world_size": 2}
-        written = local_config(lambda params, state: {0: [0, 2], 1: [1]}, state=state)
         # A factory's config for another framework.
-        adapted = create_dtensor_config()
-        adapted.state.update(state)
-        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
-            setattr(adapted, name, getattr(written, name))
+        config = create_dtensor_config()
+        config.state.update({"rank": 1, "world_size": 2})
+        config.assign_fn = lambda params, state: {0: [0, 2], 1: [1]}
+        written = local_config()
+        config.gather_fn = written.gather_fn
+        config.redistribute_fn = written.redistribute_fn
         options = {"lr": 0.5, "weight_decay": 0.1}
-        for config in (written, adapted):
-            with self.subTest(config=config):
-                params = make_params((4, 6), (6, 4), (3, 3))
-                alone = make_params((4, 6), (6, 4), (3, 3))
-                expected = [param.detach() * (1 - 0.5 * 0.1) for param in params]
-                optimizer = Muon(params, distributed_config=config, **options)
-                optimizer.step()
-                single = Muon(alone, **options)
-                single.step()
-                expected[1] = alone[1]
-                self.assert_same_bits(params, expected)
-                # Momentum is everybody's.
-                momenta = self.buffers_of(single, alone)
-                self.assert_same_bits(self.buffers_of(optimizer, params), momenta)
-        # The factory's assign_fn sees only this process.
-        adapted.assign_fn = create_dtensor_config().assign_fn
-        optimizer = Muon(params, distributed_config=adapted)
-        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
+        params = make_params((4, 6), (6, 4), (3, 3))
+        alone = make_params((4, 6), (6, 4), (3, 3))
+        expected = [param.detach() * (1 - 0.5 * 0.1) for param in params]
+        optimizer = Muon(params, distributed_config=config, **options)
+        with self.assertWarnsRegex(UserWarning, "replicas diverge"):
+            optimizer.step()
+        single = Muon(alone, **options)
+        single.step()
+        expected[1] = alone[1]
+        self.assert_same_bits(params, expected)
+        # Momentum is everybody's.
+        momenta = self.buffers_of(single, alone)
+        self.assert_same_bits(self.buffers_of(optimizer, params), momenta)
 
     def test_sequence_of_calls(self):
         calls, owner_of = [], [1, 0, 1, 1]
 
         def noted(kind, tensor, rank, state):
             index = state["current_param_idx"]
-            calls.append((kind, index))
+            calls.append(f"{kind}{index}")
             self.assertEqual([rank, state["current_owner"]], [owner_of[index]] * 2)
             return tensor
-
-        def order(prefetch_count):
-            for k in range(-prefetch_count - 1, 4):
-                if k >= 0:
-                    yield "redistribute", k
-                if k + prefetch_count + 1 < 4:
-                    yield "gather", k + prefetch_count + 1
 
         params = make_params(*[(2, 3)] * 4)
         # Whether there are gradients does not change the sequence.
         params[1].grad = params[2].grad = None
-        for prefetch_count in (0, 1, 5):
+        for prefetch_count, expected in (
+            (0, "G0 R0 G1 R1 G2 R2 G3 R3"),
+            (1, "G0 G1 R0 G2 R1 G3 R2 R3"),
+            (5, "G0 G1 G2 G3 R0 R1 R2 R3"),
+        ):
             # Debugging keeps the order of the indices.
             for is_parallel in (True, False):
                 with self.subTest(prefetch_count=prefetch_count, parallel=is_parallel):
                     calls.clear()
                     config = DistributedConfig(
                         lambda params, state: {1: [0, 2, 3], 0: [1]},
-                        functools.partial(noted, "gather"),
-                        functools.partial(noted, "redistribute"),
+                        functools.partial(noted, "G"),
+                        functools.partial(noted, "R"),
                         {"rank": 0, "world_size": 2},
                         is_parallel,
                         prefetch_count,
                     )
                     Muon(params, distributed_config=config).step()
-                    self.assertEqual(calls, [*order(prefetch_count)])
+                    self.assertEqual(" ".join(calls), expected)
 
     def test_what_is_gathered_may_be_written(self):
         def gather(piece, rank, state):
@@ -285,10 +229,9 @@ class TestUserFunctions(MuonTestCase):
 
         config = local_config()
         config.gather_fn = gather
-        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
-            with self.subTest(dtype=dtype, nesterov=nesterov):
-                options = {"dtype": dtype, "nesterov": nesterov}
-                self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
+        for nesterov in (True, False):
+            options = {"dtype": torch.bfloat16, "nesterov": nesterov}
+            self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
 
     def test_no_gradient(self):
         """The calls are made, with zeros, and their result is not applied."""
@@ -309,12 +252,15 @@ class TestUserFunctions(MuonTestCase):
 
         def moved(gathered, **more):
             fulls = []
+
+            def redistribute(full, rank, state):
+                fulls.append(full)
+                return torch.ones(2, 2)
+
             state = {"rank": 0, "world_size": 4, **more}
             config = local_config(all_to(1), state=state)
             config.gather_fn = lambda piece, rank, state: gathered
-            config.redistribute_fn = lambda full, rank, state: (
-                fulls.append(full) or torch.ones(2, 2)
-            )
+            config.redistribute_fn = redistribute
             param = nn.Parameter(torch.zeros(2, 2))
             param.grad = torch.ones(2, 2)
             Muon([param], lr=0.5, weight_decay=0.0, distributed_config=config).step()
@@ -324,20 +270,14 @@ class TestUserFunctions(MuonTestCase):
 
         self.assertEqual(moved(torch.ones(8, 2)), 0.5 * 2)
         self.assertEqual(moved(None, global_shapes={0: (8, 2)}), 0.5 * 2)
-        # The user's dict keeps its content.
-        shapes = {}
-        for state in ({}, {"global_shapes": shapes}):
-            with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
-                self.assertEqual(moved(None, **state), 0.5)
-        self.assertEqual(shapes, {})
+        with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
+            self.assertEqual(moved(None), 0.5)
 
     def test_errors_of_the_functions(self):
         for name, result, words in (
             ("gather_fn", lambda t: None, "gather_fn returned None"),
             ("gather_fn", lambda t: [t], "gather_fn returned a list"),
             ("redistribute_fn", lambda t: None, "redistribute_fn returned None"),
-            ("redistribute_fn", lambda t: 3, "redistribute_fn returned int"),
-            ("redistribute_fn", lambda t: t[:1], r"shape \(1, 3\)"),
             ("redistribute_fn", lambda t: t.T, r"shape \(3, 2\)"),
         ):
             with self.subTest(words):
@@ -352,27 +292,20 @@ class TestUserFunctions(MuonTestCase):
                 self.assert_same_bits([param], [before])
 
     def test_state_after_a_step(self):
-        config, params = local_config(state={"mine": 1}), make_params((2, 2), (3, 3))
-        working, fails = config.redistribute_fn, False
+        """The engine restores a value that the user had set, after an error too."""
+        config, params = local_config(), make_params((2, 2))
+        working = config.redistribute_fn
+        given = {"mine": 1, "current_param_idx": 7}
+        config.state.update(given)
 
         def redistribute(full, rank, state):
-            if fails:
-                raise KeyboardInterrupt
-            return working(full, rank, state)
+            raise KeyboardInterrupt
 
         config.redistribute_fn = redistribute
         optimizer = Muon(params, distributed_config=config)
-        # The engine restores a value that the user had set, after an error too.
-        for given in ({"mine": 1}, {"mine": 1, "current_param_idx": 7}):
-            config.state.update(given)
-            before, fails = params[0].detach().clone(), False
+        with self.assertRaises(KeyboardInterrupt):
             optimizer.step()
-            self.assertEqual(config.state, given)
-            self.assertNotEqual(params[0], before)
-            fails = True
-            with self.assertRaises(KeyboardInterrupt):
-                optimizer.step()
-            self.assertEqual(config.state, given)
+        self.assertEqual(config.state, given)
         # The functions are read when Muon is built.
         config.redistribute_fn = working
         pattern = "redistribute_fn of the config changed"
@@ -395,33 +328,22 @@ class TestGroups(MuonTestCase):
         optimizer.add_param_group({"params": [third]})
         self.assertEqual(seen, [[(3, 3), (2, 2)], [(3, 3), (2, 2), (4, 4)]])
         self.assertEqual(optimizer.current_rank, 2)
-        with self.assertRaises(AttributeError):
-            optimizer.assignments = {}
+        # It is a copy.
         optimizer.assignments[3].append(7)
         self.assertEqual(optimizer.assignments, {3: [0, 1, 2]})
 
     def test_add_param_group(self):
-        def with_own_gather():
-            config = create_dtensor_config()
-            config.gather_fn = lambda piece, rank, state: piece
-            return config
-
         expected = None
-        for make in (lambda: None, with_own_gather, *MAKES):
+        for make in (lambda: None, *MAKES):
             with self.subTest(make=make):
                 params, config = make_params(*SHAPES), make()
                 optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
                 optimizer.step()
-                # A group that is refused changes nothing. The factory's redistribute_fn had forgotten the parameters that
-                # stay.
-                refused = {"only supports 2D": [torch.ones(3)]}
+                # A group that is refused changes nothing.
                 if config is not None:
                     tied = "parameter 2 and parameter 3 are the same"
-                    refused[tied] = params[2:] * 2
-                for words, group in refused.items():
-                    with self.assertRaisesRegex(ValueError, words):
-                        optimizer.add_param_group({"params": group})
-                if config is not None:
+                    with self.assertRaisesRegex(ValueError, tied):
+                        optimizer.add_param_group({"params": params[2:] * 2})
                     working = config.assign_fn
                     config.assign_fn = lambda params, state: {0: [0, 1]}
                     with self.assertRaisesRegex(AssertionError, "missing"):
@@ -435,41 +357,35 @@ class TestGroups(MuonTestCase):
                 self.assert_same_bits(params, expected)
 
     def test_a_frozen_parameter_stays(self):
-        for make in FACTORIES:
-            with self.subTest(make=make):
-                frozen, other = make_params((3, 4), (4, 3))
-                frozen.requires_grad_(False)
-                before = frozen.detach().clone()
-                optimizer = Muon([frozen, other], distributed_config=make())
-                optimizer.step()
-                self.assert_same_bits([frozen], [before])
-                self.assertNotIn(frozen, optimizer.state)
-                self.assertEqual(optimizer.assignments, {0: [0, 1]})
-                # And moves once it is frozen no more.
-                frozen.requires_grad_(True)
-                optimizer.step()
-                self.assertNotEqual(frozen, before)
+        frozen, other = make_params((3, 4), (4, 3))
+        frozen.requires_grad_(False)
+        before = frozen.detach().clone()
+        optimizer = Muon([frozen, other], distributed_config="auto")
+        optimizer.step()
+        self.assert_same_bits([frozen], [before])
+        self.assertNotIn(frozen, optimizer.state)
+        self.assertEqual(optimizer.assignments, {0: [0, 1]})
+        # And moves once it is frozen no more.
+        frozen.requires_grad_(True)
+        optimizer.step()
+        self.assertNotEqual(frozen, before)
 
 
 class TestReplaced(MuonTestCase):
-    def train(self, change, before=2):
+    def train(self, change):
         """Trains before and after a change, as a Muon without a config does from the start."""
 
         def between(optimizer, step):
-            if step == before:
+            if step == 2:
                 change(optimizer, optimizer.param_groups[0]["params"])
 
-        options = {"named": True, "steps": before + 2, "between": between, "lr": 0.1}
+        options = {"named": True, "steps": 4, "between": between, "lr": 0.1}
         for make in FACTORIES:
-            with self.subTest(make=make, change=change, before=before):
+            with self.subTest(make=make, change=change):
                 self.assert_same_training([(8, 8)] * 2, Muon, make(), **options)
 
     def test_larger_matrix(self):
         """An 8x8 matrix became a 16x8 one. Half of its rows were trained, without an error."""
-
-        def replace(optimizer, params):
-            optimizer.state.pop(params[0], None)
-            params[0] = nn.Parameter(randn(7, 16, 8))
 
         def fill(optimizer, params):
             if optimizer.assignments:
@@ -477,10 +393,10 @@ class TestReplaced(MuonTestCase):
                 params[0].data = randn(7, 16, 8)
             else:
                 # Stock Muon cannot continue with a buffer of another shape.
-                replace(optimizer, params)
+                del optimizer.state[params[0]]
+                params[0] = nn.Parameter(randn(7, 16, 8))
 
-        for change, before in itertools.product((replace, fill), (0, 1)):
-            self.train(change, before)
+        self.train(fill)
 
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""
@@ -495,7 +411,7 @@ class TestReplaced(MuonTestCase):
         self.train(move)
 
     def test_parameters_come_and_go(self):
-        *params, new, last = make_params(*[(4, 4)] * 5)
+        *params, new = make_params(*[(4, 4)] * 4)
         config = create_auto_config(expert_assignments={2: 7})
         optimizer = Muon(params, distributed_config=config)
         now = optimizer.param_groups[0]["params"]
@@ -503,29 +419,13 @@ class TestReplaced(MuonTestCase):
             ("the first one goes", lambda: now.pop(0), params[1]),
             ("the last one goes", now.pop, params[1]),
             ("another one comes", lambda: now.append(new), new),
-            ("one more comes", lambda: now.append(last), last),
             ("one comes again", lambda: now.append(params[2]), params[2]),
         ):
-
-            def closure(change=change):
-                change()
-                return 3.5
-
             with self.subTest(name):
                 before = moving.detach().clone()
-                self.assertEqual(optimizer.step(closure), 3.5)
+                # The closure makes the change.
+                optimizer.step(change)
                 self.assertNotEqual(moving, before)
-
-    def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
-        first, other = make_params((4, 4), (4, 4))
-        optimizer = Muon([first], distributed_config="auto")
-        optimizer.step()
-        first.requires_grad_(False)
-        first.grad = None
-        optimizer.step()
-        optimizer.param_groups[0]["params"] = [other]
-        with self.assertWarnsRegex(UserWarning, "starts at zero"):
-            optimizer.step()
 
 
 if __name__ == "__main__":

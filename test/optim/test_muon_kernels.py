@@ -69,13 +69,11 @@ class TestFormsOfNewtonSchulz(TestCase):
             # The Gram form pays for matrices that are at least one and a half times as long.
             ("symmetric", (4096, 6136), 1, "gram"),
             ("gram", (6144, 4096), 1, "gram"),
-            ("symmetric", (4096, 14336), 1, "symmetric"),
             # A step by plain products has 137 billion multiplications and additions, with two matrices 275 billion.
             ("", (2048, 7168), 1, "gram"),
             ("gram", (2048, 7168), 2, "gram"),
             # 232 billion are few for the Gram form.
             ("symmetric", (2048, 3584), 3, "gram"),
-            ("", (2048, 2048), 1, "symmetric"),
             # Rows must begin at multiples of 16 bytes.
             ("", (4096, 8196), 1, "gram"),
             # Few rows, and more elements than 32 bits count.
@@ -160,27 +158,16 @@ class TestFormsOfNewtonSchulz(TestCase):
                 if isinstance(problem, list):
                     with self.assertRaisesRegex(torch.OutOfMemoryError, "full"):
                         forms.has_kernels(device)
-                # Once.
+                # It warns once.
                 found = [forms.has_kernels(device) for _ in range(2)]
                 self.assertEqual(found, [expected] * 2)
-                words = [str(warning.message)[-13:] for warning in warned]
-                self.assertEqual(words, [str(broken)] * (problem is broken))
+                self.assertEqual(len(warned), problem is broken)
 
     def test_versions_of_triton(self):
-        for version, is_taken in (("3.5.1", False), ("3.6.0", True), ("3.10.0", True)):
-            triton, kernels = mock.Mock(__version__=version), mock.Mock()
-            modules = {"triton": triton, "torch.optim._muon_kernels": kernels}
-            with (
-                self.subTest(version=version),
-                mock.patch.dict(sys.modules, modules),
-                mock.patch.object(torch.cuda, "device", mock.MagicMock()),
-            ):
-                if is_taken:
-                    forms._launch_once(torch.device("cpu"))
-                else:
-                    with self.assertRaisesRegex(ImportError, "3.6"):
-                        forms._launch_once(torch.device("cpu"))
-                self.assertEqual(kernels.scaled.called, is_taken)
+        triton = mock.Mock(__version__="3.5.1")
+        with mock.patch.dict(sys.modules, {"triton": triton}):
+            with self.assertRaisesRegex(ImportError, "3.6"):
+                forms._launch_once(torch.device("cpu"))
 
     def test_lists_that_the_passes_take(self):
         matrix, elsewhere = torch.empty(4, 6), torch.empty(4, 6, device="meta")
@@ -224,10 +211,10 @@ class TestFusedOption(TestCase):
             self.assertIs(type(number), float)
 
     def test_no_kernels_without_a_gpu(self):
-        """Nor are they imported. Triton is one of the slowest imports, and is not everywhere."""
+        """Nor are they imported, or what a config needs. Triton is one of the slowest imports, and is not everywhere."""
         program = """
 import sys, torch.optim
-print("triton" in sys.modules)
+print("triton" in sys.modules, "torch.optim._muon_engine.plan" in sys.modules)
 param = torch.nn.Parameter(torch.randn(512, 1024))
 param.grad = torch.randn_like(param)
 torch.optim.Muon([param], fused=True, ns_algorithm="gram").step()
@@ -235,7 +222,7 @@ print("torch.optim._muon_kernels" in sys.modules)
 """
         command = [sys.executable, "-c", program]
         found = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        self.assertEqual(found.stdout.split(), ["False", "False"], found.stderr)
+        self.assertEqual(found.stdout.split(), ["False"] * 3, found.stderr)
 
 
 @unittest.skipIf(not torch.cuda.is_available(), "Need at least 1 CUDA device")

@@ -6,11 +6,15 @@ from unittest import mock
 
 import torch
 from torch.optim import _newton_schulz_variants as variants, muon as public_module
-from torch.optim._newton_schulz import BatchProducts, newton_schulz, Products
+from torch.optim._newton_schulz import (
+    BatchProducts,
+    newton_schulz,
+    Products,
+    quintic,
+)
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
-    exact_result,
     randn,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,13 +51,13 @@ class TestAlgorithms(TestCase):
                     # A few directions far above the noise, as momentum has them.
                     x = 1e-3 * x + torch.randn(shape[0], 8) @ torch.randn(8, shape[1])
                 x = x.bfloat16()
-                expected = exact_result(x, triples)
-                quintic, gram = (
+                expected = quintic(x.double(), triples, 1e-7)
+                default, gram = (
                     (newton_schulz(x, triples, 5, 1e-7, name) - expected).norm()
                     for name in ("quintic", "gram")
                 )
                 # Both round to bfloat16 on the way, the Gram matrix what is small the most.
-                self.assertLessEqual(gram, max(0.05 * expected.norm(), 2 * quintic))
+                self.assertLessEqual(gram, max(0.05 * expected.norm(), 2 * default))
         # Three iterates and a Gram matrix, or two and five.
         numels = [variants.newton_schulz_numel((4, long), "gram") for long in (64, 8)]
         self.assertEqual(numels, [800, 144])
@@ -100,8 +104,6 @@ class TestAlgorithms(TestCase):
             # A CPU takes the Gram form of matrices that are half as long again.
             ("cpu", (64, 95), "gram", plain),
             ("cpu", (64, 96), "gram", gram),
-            ("cpu", (96, 64), "gram", gram),
-            ("cpu", (64, 96), "symmetric", plain),
             # Two of the products of a step are symmetric, and take three blocks each.
             ("cpu", (520, 530), "symmetric", 5 * (3 + 3 + 1)),
             # Blocks are many launches, which an H100 outruns.
@@ -109,7 +111,6 @@ class TestAlgorithms(TestCase):
             ("meta", (8, 512, 2048), "symmetric", plain),
             ("meta", (2048, 7167), "gram", plain),
             ("meta", (2048, 7168), "gram", gram),
-            ("meta", (7168, 2048), "gram", gram),
             ("meta", (2047, 14336), "gram", plain),
         ):
             with self.subTest(device=device, shape=shape, algorithm=algorithm):
@@ -140,14 +141,6 @@ class TestAlgorithms(TestCase):
                 is_alike = variants._has_same_bits() or shape == (64, 96)
                 most = 0 if is_alike else 0.02
                 self.assertLessEqual((plain - symmetric).norm(), most * plain.norm())
-
-    @mock.patch.object(variants, "_has_same_bits", lambda: True)
-    def test_symmetric_products_where_they_have_the_same_bits(self):
-        x = randn(0, 512, 512).bfloat16()
-        for threads, is_alike in ((2, True), (3, False)):
-            with mock.patch("torch.get_num_threads", return_value=threads):
-                products = variants.products_for(x, "quintic")
-            self.assertIs(products is variants.SymmetricProducts, is_alike)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
     local_config,
+    make_params,
     MuonTestCase,
     NewtonSchulzCalls,
     parts_of,
@@ -21,21 +22,17 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 
 FLAT = {"flatten": True}
-# Fused QKV, heads, convolutions of two and three dimensions, a convolution whose groups are matrices, a
-# stack of fused weights, a matrix, which is flat already, and stacks.
+# Fused QKV, a convolution, a convolution whose groups are matrices, a stack of fused weights, a matrix, which is flat
+# already, and stacks.
 FORMS = [
     ((48, 16), {"split": (16, 20, 12)}),
-    ((32, 16), {"split": [4] * 8}),
     ((8, 6, 3, 3), FLAT),
-    ((4, 2, 3, 1, 2), FLAT),
     ((16, 2, 3, 3), {"flatten": True, "split": [4] * 4}),
     ((4, 6, 8), {"split": [2, 4]}),
     ((8, 12), FLAT),
     # Query, key and value of each group of heads; columns; alternating columns of a stack; alternating rows.
     ((24, 10), {"split": {"sizes": (4, 1, 3), "repeats": 3}}),
-    ((6, 4), {"split": {"sizes": (2,), "repeats": 3}}),
     ((9, 14), {"split": {"sizes": [3, 4], "repeats": 2, "dim": 1}}),
-    ((10, 12), {"split": {"sizes": (5, 7), "dim": 1}}),
     ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
     ((4, 3, 2), {"flatten": True, "split": {"sizes": (1, 1), "repeats": 2}}),
     ((3, 4, 6), {}),
@@ -46,7 +43,6 @@ LAST = [
     ((96, 64, 3, 3), FLAT),
     ((8, 6, 3, 3), {"flatten": True, "split": (3, 5)}),
     ((8, 6, 1, 3), FLAT),
-    ((8, 1, 3, 3), FLAT),
     ((8, 6, 1, 1), FLAT),
     ((8, 4, 2, 1, 3), {"flatten": True, "split": {"sizes": (1, 3), "repeats": 2}}),
 ]
@@ -150,16 +146,11 @@ class TestMuonSplit(MuonTestCase):
         malformed = "positive ints, .*but is "
         for tensor, form, words in (
             (qkv, {"split": (24, 8, 8)}, r"\(24, 8, 8\) adds .* 40, .* 0 has 48"),
-            (qkv, {"split": (48, 0)}, rf"{malformed}\(48, 0\)"),
-            (qkv, {"split": (32, "16")}, rf"{malformed}\(32, '16'\)"),
             (qkv, {"split": map(int, ("7", "8"))}, malformed),
-            (qkv, {"split": []}, rf"{malformed}\[\]"),
-            (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"repeats": 4}}, f"{malformed}.*repeats"),
             (qkv, {"split": {"sizes": (48,), "repeats": 0}}, malformed),
-            (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
             (qkv, {"split": {"sizes": (16,), "dim": 2}}, f"{malformed}.*'dim': 2"),
-            (qkv, {"split": {"sizes": (16,), "dim": 1.0}}, f"{malformed}.*'dim': 1.0"),
+            (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
             (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
         ):
             for config in (None, "auto"):
@@ -203,6 +194,31 @@ class TestMuonSplit(MuonTestCase):
         self.assertTrue(torch.equal(param, changed))
         self.assertTrue(torch.equal(muon.state[param]["momentum_buffer"], momentum))
 
+    def test_sizes_of_the_whole_weight(self):
+        """A shard that the user's functions gather failed in the first step."""
+        # The update of other parts than the first one is rounded once more, to bfloat16.
+        rounded = 0.1 * 1.5 * 2**-8
+        for split, most in (((8, 8, 8), 0), ((16, 4, 4), rounded), ((2, 2, 2), None)):
+            with self.subTest(split=split):
+                config = local_config()
+                config.gather_fn = lambda piece, owner, state: piece.repeat(4, 1)
+                config.redistribute_fn = lambda full, owner, state: full[18:]
+                (shard,) = make_params((6, 8))
+                whole = nn.Parameter(shard.detach().repeat(4, 1))
+                whole.grad = shard.grad.repeat(4, 1)
+                options = {"split": split, "lr": 0.1}
+                groups = [{"params": [shard], **options}]
+                muon = Muon(groups, distributed_config=config)
+                if most is None:
+                    words = "parameter 0.*adds up to 6, but dimension 0 has 24"
+                    with self.assertRaisesRegex(ValueError, words):
+                        muon.step()
+                    continue
+                muon.step()
+                Muon([{"params": [whole], **options}]).step()
+                expected = whole.detach()[18:]
+                self.assertEqual(shard.detach(), expected, rtol=0, atol=most)
+
 
 class TestBatches(MuonTestCase):
     def test_batches_have_the_bits_of_a_loop(self):
@@ -215,16 +231,13 @@ class TestBatches(MuonTestCase):
         self.assertEqual({*calls.batches}, {(3, 4, 6)})
 
     def test_which_matrices_share_a_batch(self):
-        make_meta = functools.partial(torch.ones, device="meta")
         auto, stacks = {"distributed_config": "auto"}, {"allow_batched_matrices": True}
         for tensors, options, expected in (
-            ([torch.ones(3, 4), make_meta(3, 4)], {"foreach": True}, []),
             # Accelerators batch the matrices of a stack, and CPUs do not.
             ([torch.ones(2, 3, 4)], stacks, []),
-            ([make_meta(2, 3, 5)], stacks, [(2, 3, 5)]),
+            ([torch.ones(2, 3, 5, device="meta")], stacks, [(2, 3, 5)]),
             # A single rank has one bucket.
             (torch.ones(16, 4, 6), auto, []),
-            (torch.ones(16, 4, 6), {"foreach": False, **auto}, []),
             (torch.ones(16, 4, 6), {"foreach": True, **auto}, [(16, 4, 6)]),
         ):
             with self.subTest(options=options, expected=expected):

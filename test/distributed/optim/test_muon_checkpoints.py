@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""State and checkpoints of the distributed Muon: momentum, what a checkpoint holds, resumed on other ranks and in stock."""
+"""State and checkpoints of the distributed Muon: what a checkpoint holds, resumed on other ranks and in stock."""
 
 import copy
 import functools
@@ -29,12 +29,12 @@ from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_modules import (
     make_model,
+    OneProcess,
     tensor_parallel,
     wrap,
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
-    local,
     mesh_of,
     R,
     S0,
@@ -93,44 +93,34 @@ def sharded(model, kind, ranks):
     return wrap(model, kind == "fsdp1 orig", units=None, device_mesh=line_of(ranks))
 
 
-def give_flat_gradients(flat, wholes):
-    """Cuts whole gradients, by name, as a unit's backward does."""
-    grad = torch.zeros_like(flat)
-    for number, info in enumerate(flat._shard_param_infos):
-        if not info.in_shard:
-            continue
-        whole = wholes[flat._fqns[number]].flatten()
-        piece = whole[info.intra_param_start_idx : info.intra_param_end_idx + 1]
-        grad.narrow(0, info.offset_in_shard, info.numel_in_shard).copy_(piece)
-        if flat._params is not None:
-            flat._params[number].grad = piece.clone()
-    if flat._params is None:
-        flat.grad = grad
+def new_model(seed):
+    """Two of its matrices have an odd side, so ranks have pieces of different sizes, or none."""
+    return make_model(width=9, bias=False, seed=seed)
 
 
 class Job:
     def __init__(self, kind, ranks, seed, **options):
         self.ranks = ranks
-        # Two matrices with an odd side, of which ranks have pieces of different sizes, or none.
-        model = make_model(width=9, hidden=16, layers=2, bias=False, seed=seed)
-        self.model = sharded(model, kind, ranks)
+        self.model = sharded(new_model(seed), kind, ranks)
         config = None if kind == "alone" else "auto"
         if isinstance(self.model, FSDP):
             config = create_auto_config(module=self.model)
         params = self.model.parameters()
         self.optimizer = Muon(params, distributed_config=config, **options)
 
-    def step(self, grads):
-        if isinstance(self.model, FSDP):
-            give_flat_gradients(self.model._handle.flat_param, grads)
-        else:
-            for name, param in self.model.named_parameters():
-                param.grad = grads[name].clone()
-                if isinstance(param, DTensor):
-                    spec = Spec(param.shape, param.device_mesh, param.placements)
-                    param.grad = common_muon.place(grads[name], spec)
+    def step(self, seed):
+        """How a step differs from that of one process with the same state."""
+        one, state = new_model(seed), self.whole()
+        one.load_state_dict(state["model"])
+        group = mesh_of(self.ranks).get_group()
+        alone = OneProcess(self.model, [self.optimizer], one, fsdp=group)
+        for name, kept in state["optimizer"]["state"].items():
+            alone.twin.state[alone.whole[name]] = copy.deepcopy(kept)
+        self.model(common_muon.full(seed, (6, 9))).pow(2).sum().backward()
+        alone.step()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return alone.problems()
 
     def save(self, path):
         state = state_of(self.model, self.optimizer)
@@ -172,57 +162,35 @@ class TestMuonCheckpoints(common_muon.OnCPU):
     def test_state_dict(self):
         """It has no entry of the config, and serves another Muon through a file or a copy."""
         # Optimizer casts momentum to the parameter's dtype, which rounded it in every resume.
-        for dtype, grad_dtype in (
-            (torch.float32, None),
-            (torch.bfloat16, torch.float32),
-        ):
-            placed = model_on(mesh_of(4), (S0,), (R,), (S1,), dtype=dtype)
-            placed += model_on(grid_of(2, 2), (R, S0), (S0, S1), dtype=dtype)
-            twins = Twins(placed, grad_dtype=grad_dtype, weight_decay=0.3)
-            self.assertTrainsAlike(twins)
-            state_dict = twins.optimizer.state_dict()
-            (mine,), (its,) = (
-                saved["param_groups"]
-                for saved in (state_dict, twins.single.state_dict())
-            )
-            self.assertEqual(set(mine), set(its))
-            for state in state_dict["state"].values():
-                self.assertEqual(list(state), ["momentum_buffer"])
-                self.assertIsInstance(state["momentum_buffer"], DTensor)
-            saved = through_a_file(state_dict, weights_only=False)
-            self.resume(twins, saved)
-            # torch copies no gradient of another dtype than its parameter's.
-            twins.optimizer.zero_grad()
-            self.resume(twins, copy.deepcopy(twins.optimizer).state_dict())
+        dtype = torch.bfloat16
+        placed = model_on(mesh_of(4), (S0,), (R,), (S1,), dtype=dtype)
+        placed += model_on(grid_of(2, 2), (R, S0), (S0, S1), dtype=dtype)
+        twins = Twins(placed, grad_dtype=torch.float32, weight_decay=0.3)
+        self.assertTrainsAlike(twins)
+        state_dict = twins.optimizer.state_dict()
+        (mine,), (its,) = (
+            saved["param_groups"] for saved in (state_dict, twins.single.state_dict())
+        )
+        self.assertEqual(set(mine), set(its))
+        for state in state_dict["state"].values():
+            self.assertEqual(list(state), ["momentum_buffer"])
+            self.assertIsInstance(state["momentum_buffer"], DTensor)
+        self.resume(twins, through_a_file(state_dict, weights_only=False))
+        # torch copies no gradient of another dtype than its parameter's.
+        twins.optimizer.zero_grad()
+        self.resume(twins, copy.deepcopy(twins.optimizer).state_dict())
 
     def resume(self, twins, state_dict):
         """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
         params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
         for param in params:
-            param.grad_dtype = twins.grad_dtype or param.dtype
+            param.grad_dtype = twins.grad_dtype
         twins.params, twins.optimizer = params, Muon(params, distributed_config="auto")
         twins.optimizer.load_state_dict(state_dict)
         # Unpickled momentum has an equal mesh, which is another object. Each step took it for another placement.
         with Recorder() as seen:
             self.assertTrainsAlike(twins)
         self.assertEqual(seen.functional, [])
-
-    def test_first_step_makes_all_momentum(self):
-        """Checkpoints would otherwise differ from rank to rank. Without a gradient it is zero."""
-        twins = Twins(common_muon.specs(mesh_of(4), [(S0,)], [(3, 9), (2, 4), (8, 8)]))
-        frozen = torch.nn.Parameter(common_muon.full(9, (4, 4)), requires_grad=False)
-        twins.optimizer.add_param_group({"params": [frozen]})
-        twins.set_gradients([1])
-        if self.rank == 3:
-            # Its piece is empty, and autograd gave it nothing.
-            twins.params[0].grad = None
-        twins.optimizer.step()
-        twins.single.step()
-        state = twins.optimizer.state
-        self.assertNotIn(frozen, state)
-        has = ["momentum_buffer" in state[param] for param in twins.params]
-        self.assertEqual(common_muon.everyone(has), [[True, True, True]] * 4)
-        self.assertParity(twins)
 
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
@@ -256,86 +224,47 @@ class TestMuonCheckpoints(common_muon.OnCPU):
         self.assertTrainsAlike(twins)
 
     def test_checkpoints_on_other_ranks(self):
-        folder = self.directory()
-        uninterrupted, job = Job("alone", 1, 0, **OPTIONS), None
-        names = dict(uninterrupted.model.named_parameters())
+        folder, expected = self.directory(), None
         for number, (kind, ranks) in enumerate(JOURNEY):
             with self.subTest(number=number, kind=kind, ranks=ranks):
-                if job is not None:
-                    job.save(f"{folder}/{number}")
                 # On all ranks, idle ones, too.
                 mesh_of(ranks)
                 grid_of(2, 2)
                 dist.barrier()
-                works, job = self.rank < ranks, None
-                if works:
+                problems, state = [], None
+                if self.rank < ranks:
                     # After the first one, a job has other values until it loads.
                     job = Job(kind, ranks, number, **({} if number else OPTIONS))
                     if number:
-                        job.load(f"{folder}/{number}")
-                gradients = {}
-                seeds = itertools.count(100 * number)
-                for name, param in names.items():
-                    gradients[name] = common_muon.full(next(seeds), param.shape)
-                uninterrupted.step(gradients)
-                if works:
-                    job.step(gradients)
-                with self.everywhere(f"{kind} on {ranks}"):
-                    if works:
-                        found, expected = job.whole(), uninterrupted.whole()
-                        self.assertEqual(found, expected, rtol=0, atol=0)
-
-
-class TestMuonMomentum(common_muon.OnCPU):
-    """Frameworks replace, move or save momentum."""
-
-    def test_first_step_without_gradients_of_any_dtype(self):
-        """Momentum stayed in the parameter's dtype, and differed from that of one process."""
-        twins = Twins([Spec((8, 8), mesh_of(4), (S0,), torch.bfloat16)] * 2)
-        for param in (*twins.params, *twins.singles):
-            param.grad_dtype = None
-        twins.optimizer.step()
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            with self.subTest(dtype=dtype):
-                twins.grad_dtype = dtype
-                self.assertTrainsAlike(twins, 1)
-                momentum = twins.optimizer.state[twins.params[0]]["momentum_buffer"]
-                self.assertEqual(momentum.dtype, dtype)
+                        job.load(f"{folder}/{number - 1}")
+                        self.assertEqual(job.whole(), expected, rtol=0, atol=0)
+                    problems = job.step(number)
+                    state = job.whole()
+                    job.save(f"{folder}/{number}")
+                expected, *_ = common_muon.everyone(state)
+                self.assertEverywhere(problems, f"{kind} on {ranks}")
 
     def test_replaced_parameter_in_a_checkpoint(self):
         """The checkpoint of a step that came before the next one lacked its momentum."""
         spec = Spec((8, 8), mesh_of(4), (S0,))
-        for is_named in (True, False):
-            with self.subTest(is_named=is_named):
-                twins = Twins([spec, spec], is_named=is_named)
-                twins.step()
-                old = twins.params[1]
-                twins.params[1] = torch.nn.Parameter(old.detach().clone())
-                twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
-                # Without names, this is another layer of equal shape, for all that is known.
-                with self.assertWarnsOnce(None if is_named else "starts at zero"):
-                    saved = copy.deepcopy(twins.optimizer.state_dict())
-                    self.assertEqual(1 in saved["state"], is_named)
-                    if is_named:
-                        twins.optimizer.load_state_dict(saved)
-                    else:
-                        del twins.single.state[twins.singles[1]]
-                    self.assertTrainsAlike(twins, 2)
+        twins = Twins([spec, spec], is_named=True)
+        twins.step()
+        twins.params[1] = torch.nn.Parameter(twins.params[1].detach().clone())
+        twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+        saved = copy.deepcopy(twins.optimizer.state_dict())
+        self.assertIn(1, saved["state"])
+        twins.optimizer.load_state_dict(saved)
+        self.assertTrainsAlike(twins, 2)
 
-    def test_momentum_that_changed_its_placement_can_be_saved(self):
-        """It was a view of the whole gathered matrix, which every rank kept. Saving it failed on ranks from 1 on."""
+    def test_replaced_parameter_without_a_name(self):
+        """This is another layer of equal shape, for all that is known."""
         twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
         twins.step()
-        state = twins.optimizer.state[twins.params[0]]
-        for placement in (S1, R):
-            with self.subTest(placement=placement):
-                moved = state["momentum_buffer"].redistribute(mesh_of(4), [placement])
-                state["momentum_buffer"] = moved
-                self.assertTrainsAlike(twins, 1)
-                momentum = local(state["momentum_buffer"])
-                stored = momentum.untyped_storage().nbytes()
-                self.assertEqual(stored, momentum.nbytes)
-                torch.save(twins.optimizer.state_dict(), io.BytesIO())
+        twins.params[0] = torch.nn.Parameter(twins.params[0].detach().clone())
+        twins.optimizer.param_groups[0]["params"][0] = twins.params[0]
+        del twins.single.state[twins.singles[0]]
+        with self.assertWarnsOnce("starts at zero"):
+            self.assertTrainsAlike(twins, 2)
 
 
 if __name__ == "__main__":

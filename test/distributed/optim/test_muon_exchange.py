@@ -6,17 +6,14 @@ import tempfile
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.optim import Muon
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
-from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
     Cut,
     everyone,
-    full,
     grid_of,
     mesh_of,
     OnCPU,
@@ -24,6 +21,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     R,
     S0,
     specs,
+    Strategy,
     Twins,
 )
 
@@ -50,18 +48,15 @@ class TestMuonExchange(OnCPU):
         self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
     def test_gradients_do_not_change_the_calls(self):
-        placed = []
-        for mesh in (mesh_of(4), grid_of(2, 2)):
-            placed += specs(mesh, all_placements(mesh))
+        placed = specs(mesh_of(4), all_placements(mesh_of(4)))
+        placed += specs(grid_of(2, 2), all_placements(grid_of(2, 2)))
         twins = Twins(placed)
         # The first step also compares the values of replicas.
         twins.step()
         usual = self.collectives_of_a_step(twins)
         self.assertEqual(everyone(usual.names), [usual.names] * 4)
-        for missing in ([0], range(0, len(placed), 3), range(len(placed))):
-            with self.subTest(missing=missing):
-                now = self.collectives_of_a_step(twins, missing)
-                self.assertEqual(now.launches, usual.launches)
+        now = self.collectives_of_a_step(twins, range(0, len(placed), 3))
+        self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
         as_on_an_accelerator(twins.optimizer)
         now = self.collectives_of_a_step(twins, range(self.rank, len(placed), 4))
@@ -89,22 +84,6 @@ class TestMuonExchange(OnCPU):
         self.assertParity(twins)
         ranks = grid["b"].mesh.tolist()
         self.assertEqual(sorted(twins.optimizer.assignments), ranks)
-
-    def test_stack_without_a_matrix_on_some_ranks(self):
-        """The expert's next matrix was joined with one of the stack, and the groups "contradict each other"."""
-        grid = grid_of(2, 2)
-        shard, expert = grid.get_coordinate()
-        for ids in ({0: expert, 1: expert}, {0: expert}):
-            with self.subTest(ids=ids):
-                config = create_auto_config(
-                    fsdp_process_group=grid.get_group("a"),
-                    ep_process_group=grid.get_group("b"),
-                    expert_assignments=ids,
-                )
-                params = [full(0, (1 - shard, 3, 4)), full(1, (2, 4))]
-                options = {"distributed_config": config, "allow_batched_matrices": True}
-                owners = sorted(Muon(params, **options).matrix_owners)
-                self.assertEqual(owners, [(0, 0), (1, 0)][shard:])
 
     def test_experts_that_each_rank_numbers_from_zero(self):
         """Ranks of one ep_process_group never hold replicas of an expert."""

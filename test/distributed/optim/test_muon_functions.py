@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -15,7 +14,6 @@ from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
-    DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
@@ -101,24 +99,14 @@ class TestMuonRoundTrip(OnCPU):
         with self.everywhere():
             with self.assertRaisesRegex(ValueError, "call gather_fn before"):
                 config.redistribute_fn(whole, 0, config.state)
-        for rows in (7, 8, 6, 8):
+        for rows in (7, 8):
             with self.subTest(rows=rows):
-                # The first zero is negative.
-                whole = torch.arange(3.0 * rows).view(rows, 3).neg()
+                whole = torch.arange(3.0 * rows).view(rows, 3)
                 piece = whole.tensor_split(4)[self.rank]
-                if rows == 6:
-                    config.assign_fn([piece], config.state)
                 found = config.gather_fn(piece, 0, config.state)
                 with self.everywhere(f"{rows} rows"):
                     self.assertTrue(torch.equal(found, whole))
-                    self.assertTrue(torch.equal(found.signbit(), whole.signbit()))
-        # The first reader needs this rank's matrices of a stack only.
-        stack, other = torch.arange(60.0).view(5, 4, 3), create_dtensor_config()
-        piece = place(stack, Spec((5, 4, 3), mesh_of(4), (S0,)))
-        other.assign_fn([piece], other.state)
-        found = other.gather_fn(piece, 0, other.state)
         with self.everywhere():
-            self.assertTrue(torch.equal(found, stack))
             # These were silently cut to this rank's shape, and to this rank's matrices.
             with self.assertRaisesRegex(ValueError, r"of shape \(8, 3\), not \(3, 8\)"):
                 config.redistribute_fn(whole.T, 0, config.state)
@@ -132,8 +120,6 @@ class TestMuonUserFunctions(OnCPU):
         config = create_dtensor_config()
         wrap_functions(config, "gather_fn", "redistribute_fn")
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]), config)
-        page = twins.optimizer.describe()
-        self.assertIn("The user's functions exchange matrices", page)
         twins.set_gradients([1] if self.rank == 2 else [])
         param = local(twins.params[1].detach())
         before = param.clone()
@@ -142,22 +128,6 @@ class TestMuonUserFunctions(OnCPU):
         with self.everywhere():
             self.assertNotIn("all_reduce", seen.names)
             self.assertEqual(torch.equal(param, before), self.rank == 2)
-
-    def test_update_that_stays_with_its_owner(self):
-        def sent(update, owner, state):
-            dist.broadcast(update, owner)
-            return update
-
-        for redistribute in (sent, lambda update, owner, state: update):
-            with self.subTest(redistribute=redistribute):
-                functions = lambda p, s: {0: [0]}, lambda t, owner, s: t, redistribute
-                param = nn.Parameter(torch.ones(4, 4))
-                param.grad = torch.eye(4)
-                config = DistributedConfig(*functions, {})
-                muon = Muon([param], distributed_config=config)
-                diverges = None if redistribute is sent else "diverge"
-                with self.assertWarnsOnce(diverges, ranks=(1, 2, 3)):
-                    muon.step()
 
     def test_owner_that_hands_on_nothing(self):
         """The other rank of each pair waits for the owner until the timeout of their group."""
@@ -192,52 +162,6 @@ class TestMuonUserFunctions(OnCPU):
         wrap_functions(config, "gather_fn")
         build = partial(Muon, [given], distributed_config=config)
         self.assertRaisesEverywhere(build, ValueError, pattern)
-
-
-class TestMuonSplitWithUserFunctions(OnCPU):
-    def test_sizes_of_the_whole_weight(self):
-        """Those of the shard passed, and failed in the first step."""
-
-        def gather(piece, owner, state):
-            pieces = [torch.empty_like(piece) for _ in range(self.world_size)]
-            dist.all_gather(pieces, piece.contiguous())
-            return torch.cat(pieces)
-
-        def mine(full):
-            return full.chunk(self.world_size)[self.rank].clone()
-
-        def redistribute(full, owner, state):
-            dist.broadcast(full, owner)
-            return mine(full)
-
-        for split, is_exact in (
-            ((8, 8, 8), True),
-            ((16, 4, 4), False),
-            ({"sizes": (4, 1, 1), "repeats": 4}, False),
-            ({"sizes": (2, 4, 2), "dim": 1}, False),
-            ((2, 2, 2), None),
-        ):
-            with self.subTest(split=split):
-                whole = nn.Parameter(full(0, (24, 8)))
-                shard = nn.Parameter(mine(whole.detach()))
-                functions = lambda p, s: {1: [0]}, gather, redistribute
-                config = DistributedConfig(*functions, {})
-                group = {"split": split, "lr": 0.1}
-                groups = [{"params": [shard], **group}]
-                muon = Muon(groups, distributed_config=config)
-                whole.grad = full(1, (24, 8))
-                shard.grad = mine(whole.grad)
-                if is_exact is None:
-                    words = "parameter 0.*adds up to 6, but dimension 0 has 24"
-                    self.assertRaisesEverywhere(muon.step, ValueError, words)
-                    continue
-                Muon([{"params": [whole], **group}]).step()
-                muon.step()
-                with self.everywhere():
-                    # The update of other parts than the first one is rounded once more, to bfloat16.
-                    most = 0 if is_exact else 0.1 * 1.5 * 2**-8
-                    expected = mine(whole.detach())
-                    self.assertEqual(shard.detach(), expected, rtol=0, atol=most)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A row is a mistake of one rank, or of all, in a phase: when Muon is built, in ``
 step. Tests after the tables are about mistakes that are no change of one rank, or behave as on an accelerator.
 """
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -165,7 +164,7 @@ OF_GROUPS = {
     "number": Mistake(lambda build: build.specs.pop(2), "ranks disagree"),
     "order": Mistake(in_another_order, f"name {is_on('w0', 'w2')}"),
     "frozen": Mistake(parameters(lambda params: params[2].requires_grad_(False)), f"'w2'.*requires_grad {is_on('True', 'False')}"),
-    "destroyed": Mistake(parameters(without_storage), r"'w0'.*param\.data = dtensor"),
+    "destroyed": Mistake(parameters(without_storage), r"'w0'.*param\.data = dtensor.*nn\.Parameter\(distribute_tensor"),
     "learning rate": Mistake(option(lr=-1.0), "Learning rate should be >= 0 but is: -1.0"),
     "sizes of a split": Mistake(option(split=(4, 5)), "split.*adds up to 9, but dimension 0 has 8"),
     **{name: Mistake(option(**{name: value}), f"'w0'.*{name} is .* on rank 0 and .* on rank 2") for name, value in OTHER_OPTIONS.items()},
@@ -192,11 +191,11 @@ def assigned(answer, has_pair=False):
 OF_CONFIGS = {
     "prefetch count": Mistake(flag("prefetch_count", 3), f"prefetch_count {is_on('1', '3')}"),
     "async": Mistake(flag("async_gpu_parallelism", False), f"async_gpu_parallelism {is_on('True', 'False')}"),
-    "type of a flag": Mistake(flag("prefetch_count", "1"), "prefetch_count must be an int >= 0 but is '1'"),
     "own gather_fn": Mistake(lambda build: wrap_functions(build.config, "gather_fn"), "functions of your own is .* on rank 0 and .*gather.* on rank 2"),
-    "no owner": Mistake(assigned({0: [0], 1: [2]}), r"missing \[1\].*'w1'", AssertionError),
-    "two owners": Mistake(assigned({0: [0, 1], 1: [1, 2]}), r"more than once \[1\].*'w1'|'w1'", AssertionError),
-    "unknown owner": Mistake(assigned({0: [0, 1], 9: [2]}), "rank 9"),
+    "no assignment": Mistake(assigned(None), "must return a dict .*, not None", TypeError),
+    "two owners": Mistake(assigned({0: [0, 1], 1: [1]}), r"missing \[2\].*'w2'.*more than once \[1\].*'w1'", AssertionError),
+    "unknown parameter": Mistake(assigned({0: [0, 1, 2, 3]}), r"0 to 2.*unknown \[3\]", AssertionError),
+    "unknown owner": Mistake(assigned({0: [0, 1], 9: [2]}), "rank 9.*0 to 3"),
     "owner without a piece": Mistake(assigned({2: [0, 1, 2]}, has_pair=True), r"'w1'.*rank 2.*\[0, 1\]", culprits=range(4)),
     "other owner": Mistake(assigned({3: [0, 1, 2]}), r"'w\d'.*owner is \d on rank 0 and 3 on rank 2"),
     "exception": Mistake(assigned(IndexError("no idea")), "no idea", IndexError),
@@ -205,26 +204,6 @@ OF_CONFIGS = {
 
 def in_step(make, pattern, own=None, **phase):
     return Mistake(make, pattern, (RuntimeError, ValueError, TypeError), own, **phase)
-
-
-def what_takes_it_back(twins):
-    """A function that undoes any of the mistakes of a step."""
-    optimizer, before = twins.optimizer, copy.copy(twins.config)
-    groups = [{**g, "params": [*g["params"]]} for g in optimizer.param_groups]
-    states = {param: dict(state) for param, state in optimizer.state.items()}
-    params = [(p, p.grad, local(p.detach()).clone()) for p in twins.params]
-
-    def undo():
-        vars(twins.config).update(vars(before))
-        for group, right in zip(optimizer.param_groups, groups):
-            group.update(right)
-        optimizer.state.clear()
-        optimizer.state.update(states)
-        for param, gradient, value in params:
-            param.grad = gradient
-            local(param.detach()).copy_(value)
-
-    return undo
 
 
 def set_option(**options):
@@ -254,13 +233,9 @@ def mirror_a_replica(twins):
     replica.copy_(replica.flip(0))
 
 
-def replace_all(value_of):
-    def make(twins):
-        for group in twins.optimizer.param_groups:
-            values = [value_of(param.detach()) for param in group["params"]]
-            group["params"] = [nn.Parameter(value) for value in values]
-
-    return make
+def replace_all(twins):
+    for group in twins.optimizer.param_groups:
+        group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
 
 
 TOLD, UNUSABLE = "Their error says how", "cannot use.*: parameter 0 of shape"
@@ -268,7 +243,6 @@ REPLACED = r"parameters changed on some of the ranks.*parameter \d "
 IN_STEPS = {
     "missing gradient": in_step(set_gradient(0, None), "some have none.*parameter 0 "),
     "missing gradient that is a sum": in_step(set_gradient(1, None), "some have none.*parameter 1 "),
-    "missing gradient of several matrices": in_step(set_gradient(2, None), "some have none.*parameter 2 "),
     "missing gradient in a pair": in_step(set_gradient(3, None), f"some have none.*parameter 3 |{TOLD}", "some have none.*parameter 3 "),
     "sparse gradient": in_step(set_gradient(0, torch.ones(8, 8).to_sparse()), UNUSABLE, "parameter 0.*sparse"),
     "gradient that is placed otherwise": in_step(replicated_gradient, "different placements.*parameter 0 .*is usual on rank 0"),
@@ -280,8 +254,7 @@ IN_STEPS = {
     "momentum that is no tensor": in_step(set_momentum(0.5), UNUSABLE, "parameter 0.*momentum buffer must be a Tensor but is a float"),
     "momentum on all ranks": in_step(set_momentum(torch.zeros(6, 8)), r"momentum buffer has shape \(6, 8\)", culprits=range(4)),
     "values of a replica": in_step(mirror_a_replica, "different values.*: parameter 2 of shape", steps=(0,)),
-    "replaced parameters": in_step(replace_all(torch.clone), REPLACED, steps=(2,)),
-    "replaced by plain ones": in_step(replace_all(lambda param: local(param).clone()), REPLACED, steps=(2,)),
+    "replaced parameters": in_step(replace_all, REPLACED, steps=(2,)),
 }  # fmt: skip
 
 
@@ -342,15 +315,11 @@ class TestMuonMistakesInSteps(MistakesTestCase):
                 for _ in range(steps):
                     twins.step()
                 twins.set_gradients()
-                undo = what_takes_it_back(twins)
                 self.make(mistake, twins)
                 self.assertNothingMoves(twins.optimizer.step, twins.params, mistake)
-                # The other ranks go on with what the wrong step has left.
-                if self.rank in mistake.culprits:
-                    undo()
-                twins.single.step()
-                twins.optimizer.step()
-                self.assertParity(twins, name)
+                if "gradient" in name:
+                    twins.step()
+                    self.assertParity(twins, name)
 
     @parametrize("look", ["step", "state_dict", "synchronize", "add_param_group"])
     def test_step_on_an_accelerator(self, look):
@@ -391,10 +360,10 @@ class TestMuonMistakesInSteps(MistakesTestCase):
     def test_values_that_a_checkpoint_brings(self):
         """torch.distributed.checkpoint makes momentum by a step of zeros, after which values may still change."""
         twins = Twins(specs())
-        undo = what_takes_it_back(twins)
+        right = local(twins.params[2].detach()).clone()
         self.make(IN_STEPS["values of a replica"], twins)
         get_optimizer_state_dict(nn.ParameterList(twins.params), twins.optimizer)
-        undo()
+        local(twins.params[2].detach()).copy_(right)
         self.assertTrainsAlike(twins, 1)
 
     def test_order_of_optimizers(self):
@@ -426,26 +395,31 @@ class TestMuonMistakesInSteps(MistakesTestCase):
 
     def test_functional_form(self):
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
-        options = {**FUNCTIONAL, "distributed_config": config}
         usual = torch.ones(4, 8)
+        dtensor = place(full(0, (8, 8)), Spec((8, 8), mesh_of(4), (S0,)))
         for other, own in (
             (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
             (usual.to("meta"), "is on cpu, but its gradient meta"),
             (usual.to(torch.complex64), "is complex False, but its gradient True"),
+            (dtensor, "is a DTensor False, but its gradient True"),
         ):
             params, momenta = [usual.clone(), usual.clone()], [usual * 0, usual * 0]
             grads = [usual, other if self.rank == CULPRIT else usual]
-            step = functools.partial(functional_muon, params, grads, momenta, **options)
+            tensors = params, grads, momenta
+            step = functools.partial(
+                functional_muon, *tensors, **FUNCTIONAL, distributed_config=config
+            )
             told = "cannot use.*: parameter 1 of shape"
             mistake = in_step(step, told, f"parameter 1 .*{own}")
             self.assertNothingMoves(step, params, mistake)
         # Momentum of another placement restarted in every call.
-        param, replicated = (
-            place(torch.ones(8, 8), Spec((8, 8), mesh_of(4), (p,))) for p in (S0, R)
-        )
-        options["distributed_config"] = create_dtensor_config()
+        replicated = place(full(0, (8, 8)), Spec((8, 8), mesh_of(4), (R,)))
+        tensors = [dtensor], [dtensor], [replicated]
         step = functools.partial(
-            functional_muon, [param], [param], [replicated], **options
+            functional_muon,
+            *tensors,
+            **FUNCTIONAL,
+            distributed_config=create_dtensor_config(),
         )
         self.assertRaisesEverywhere(step, ValueError, r"bufs\[0\].*placement")
 
@@ -495,7 +469,6 @@ OF_PROCESS_GROUPS = {
     "number": GroupMistake({"ddp": "a", "fsdp": "b"}, "ranks disagree about the number", lambda rank: [(8, 8)] * (1 if rank == CULPRIT else 2)),
     "ddp of some": GroupMistake({"ddp": "a", "fsdp": "b"}, "contradict|shapes", options=lambda rank: {} if rank % 2 else {"ddp_process_group": None}),
     "fsdp of all and ddp": GroupMistake({"fsdp": "all", "ddp": "a"}, "contradict|shapes"),
-    "fsdp and tp of the same": GroupMistake({"fsdp": "b", "tp": "b"}, "contradict|shapes", options=tp_dim(0)),
     "ids of one ep group": GroupMistake({"ddp": "all", "ep": "b"}, "expert 0.*one ep_process_group.*expert_assignments", options=experts(lambda rank: {0: 0, 1: 1})),
     "ids of one replica": GroupMistake({"ddp": "a", "ep": "b"}, "disagree|contradict", options=experts(lambda rank: {0: rank % 2, 1: 2 + rank % 2} if rank < 2 else {0: rank % 2})),
     "shapes of an expert": GroupMistake({"ddp": "a", "ep": "b"}, r"expert 0.*\(7, 5\).*\(7, 6\)", one_has((7, 5), (7, 6)), experts(lambda rank: {1: rank % 2}), ranks=[0, 2]),
@@ -527,15 +500,6 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
         pattern = "parameter 0.*not in the mesh"
         self.assertRaisesEverywhere(build, ValueError, pattern, [2, 3])
 
-    def test_error_of_a_rank_that_reaches_others_over_a_mesh(self):
-        """Ranks 1 and 3 are in no group of the config with rank 0, which has an invalid option."""
-        config = create_auto_config(ddp_process_group=GROUPS["a"]())
-        spec = Spec((8, 8), grid_of(2, 2)["b"], (S0,))
-        params = [nn.Parameter(place(full(0, spec.shape), spec))]
-        lr = -1.0 if self.rank == 0 else 0.1
-        build = functools.partial(Muon, params, lr, distributed_config=config)
-        self.assertRaisesEverywhere(build, ValueError, "Learning rate should be >= 0")
-
     def test_materialized_after_the_optimizer_was_built(self):
         """to_empty() makes other parameters. The step said "Cannot copy out of meta tensor"."""
         model = nn.Linear(4, 4, bias=False, device="meta")
@@ -554,7 +518,6 @@ CONTRADICTIONS = [
     (S1, "tp", "all", 0, f"dimension 0.*{COLUMNS}"),
     (S0, "fsdp", "a", {}, rf"fsdp.*\[\d, \d\].*{ROWS}"),
     (R, "fsdp", "all", {}, f"fsdp.* {WHOLE}"),
-    (S0, "ddp", "a", {}, f"ddp.*{ROWS}"),
 ]
 
 
@@ -587,31 +550,6 @@ class TestMuonWarnings(MistakesTestCase):
         ):
             with self.assertWarnsOnce(found):
                 Muon([nn.Parameter(values)], distributed_config=config)
-
-    def test_tp_dim_that_is_forgotten(self):
-        """Each rank of TP got the update of the owner's half, without a word."""
-        groups = {
-            "fsdp_process_group": GROUPS["a"](),
-            "tp_process_group": GROUPS["b"](),
-        }
-        config = create_auto_config(**groups, tp_dim_per_param={})
-        param = nn.Parameter(torch.ones(3, 4) + self.rank)
-        param.grad = torch.ones(3, 4)
-        muon = Muon([param], distributed_config=config)
-        self.assertRaisesEverywhere(
-            muon.step, RuntimeError, "different values of these, so they are not repl"
-        )
-
-    def test_differences_that_are_none(self):
-        """Two names of one algorithm, and options in other parameter groups."""
-        groups = [((0,), {}), ((1, 2), {})] if self.rank == CULPRIT else None
-        twins = Twins(specs(), groups=groups, weight_decay=0.0)
-        twins.step()
-        if self.rank == CULPRIT:
-            for group in twins.optimizer.param_groups:
-                group["ns_algorithm"] = "standard"
-        with self.assertWarnsOnce():
-            self.assertTrainsAlike(twins, 2)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard, ShardingStrategy
-from torch.distributed.tensor import distribute_tensor, DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim import _muon_reports, AdamW, Muon
+from torch.distributed.tensor import DTensor
+from torch.optim import _muon_reports, Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -79,10 +78,8 @@ def groups_of(net):
 
 class RefusalsTestCase(OnCPU):
     def assertRefused(self, pattern, params, config=None, **options):
-        """Muon for ``params``, under create_auto_config with ``options``."""
-        if config is None:
-            config = create_auto_config(**options)
-        build = partial(Muon, list(params), distributed_config=config)
+        """Muon for ``params``, with ``options`` under ``config``."""
+        build = partial(Muon, list(params), distributed_config=config, **options)
         self.assertRaisesEverywhere(build, ValueError, pattern)
 
 
@@ -115,21 +112,16 @@ class TestMuonFSDP1(RefusalsTestCase):
                 check_fsdp1(self, orig, True, Net, groups_of, (4, 4, 6, 6), **how)
 
     def test_every_matrix_of_a_flat_parameter_has_its_own_owner(self):
-        for orig, strategy in ((False, FULL), (True, HYBRID)):
-            with self.subTest(orig=orig, strategy=strategy):
-                layers = (nn.Linear(8, 8, bias=False) for _ in range(8))
-                model = wrap(nn.Sequential(*layers), orig, strategy, None)
-                config = create_auto_config(module=model)
-                optimizer = Muon(model.parameters(), distributed_config=config)
-                model(full(0, (5, 8))).sum().backward()
-                with NewtonSchulzCalls() as calls:
-                    optimizer.step()
-                self.assertEqual(everyone(len(calls.shapes)), [2] * 4)
-                # A flat parameter's index stands under the owner of its first matrix.
-                owned = []
-                for indices in optimizer.assignments.values():
-                    owned += indices
-                self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
+        layers = (nn.Linear(8, 8, bias=False) for _ in range(8))
+        model = wrap(nn.Sequential(*layers), units=None)
+        config = create_auto_config(module=model)
+        optimizer = Muon(model.parameters(), distributed_config=config)
+        model(full(0, (5, 8))).sum().backward()
+        with NewtonSchulzCalls() as calls:
+            optimizer.step()
+        self.assertEqual(everyone(len(calls.shapes)), [2] * 4)
+        # A flat parameter's index stands under the owner of its first matrix.
+        self.assertEqual([i for i in optimizer.assignments.values() if i], [[0]])
 
     def test_units_of_equal_shapes_in_different_orders(self):
         """Ranks that listed equal units in different orders mixed up their updates.
@@ -144,25 +136,8 @@ class TestMuonFSDP1(RefusalsTestCase):
                     order = [2, 3, 0, 1, 4, 5] if orig else [0, 2, 1, 3]
                     matrices = [matrices[index] for index in order]
                 pattern = r"ranks disagree.*name is \d\.0\.weight"
-                self.assertRefused(pattern, matrices, module=model)
-
-    def test_replicas_that_fsdp1_cuts_at_different_places(self):
-        """TP cuts 51 rows into 26 and 25. So the replicas behind them start at different places of the flat parameters."""
-        grid = grid_of(2, 2)
-        model = nn.Sequential()
-        for name, rows, columns in (("cut", 51, 12), ("left", 7, 10)):
-            model.add_module(name, nn.Linear(columns, rows, bias=False))
-        parallelize_module(model, grid["b"], {"cut": ColwiseParallel()})
-        model = wrap(model, False, units=None, device_mesh=grid["a"])
-        options = {"tp_process_group": grid.get_group("b"), "tp_dim_per_param": 0}
-        config = create_auto_config(module=model, **options)
-        muon = Muon(model.parameters(), lr=0.1, distributed_config=config)
-        (flat,) = model.parameters()
-        flat.grad = torch.ones_like(flat)
-        with NewtonSchulzCalls() as calls:
-            muon.step()
-        # Each rank of TP has its own copy of the one that is left.
-        self.assertEqual(sum(everyone(len(calls.shapes))), 3)
+                config = create_auto_config(module=model)
+                self.assertRefused(pattern, matrices, config)
 
     def test_refusals(self):
         orig, flat = wrap(make_units(), True), wrap(make_units(), False)
@@ -170,44 +145,53 @@ class TestMuonFSDP1(RefusalsTestCase):
         weight = nn.Linear(8, 6, bias=False)
         weight.weight = nn.Parameter(torch.randn(8, 6).t())
         transposed = wrap(nn.Sequential(weight), units=None)
-        grid = grid_of(2, 2)
-        stack = place(full(0, (4, 6, 10)), Spec((4, 6, 10), grid["b"], (S0,)))
-        stacks = wrap(nn.ParameterList([stack]), units=None, device_mesh=grid["a"])
-        for model, options, pattern in (
-            (orig, {}, "module=model"),
-            (orig, {"module": biased}, "another.*module="),
-            (orig, {"config": create_dtensor_config()}, "create_auto_config"),
-            (flat, {}, "fsdp_process_group=.*module="),
-            (biased, {"module": biased}, "only supports 2D.*bias"),
-            (mixed, {"module": mixed}, "weight.*bias.*use_orig_params=True"),
-            (transposed, {"module": transposed}, "'0.weight'.*not contiguous"),
+        for model, module, pattern in (
+            (orig, None, "module=model"),
+            (orig, biased, "another.*module="),
+            (flat, None, "fsdp_process_group=.*module="),
+            (biased, biased, "only supports 2D.*bias"),
+            (mixed, mixed, "weight.*bias.*use_orig_params=True"),
+            (transposed, transposed, "'0.weight'.*not contiguous"),
         ):
-            with self.subTest(pattern=pattern, options=options):
-                self.assertRefused(pattern, model.parameters(), **options)
-        config = create_auto_config(module=stacks)
-        options = {"allow_batched_matrices": True, "distributed_config": config}
-        build = partial(Muon, stacks.parameters(), **options)
-        self.assertRaisesEverywhere(build, ValueError, r"'0' of shape .* TP cut")
-        partition = partial(partition_parameters, mixed)
-        self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
+            with self.subTest(pattern=pattern):
+                config = create_auto_config(module=module)
+                self.assertRefused(pattern, model.parameters(), config)
+        config = create_dtensor_config()
+        self.assertRefused("create_auto_config", orig.parameters(), config)
+        for function in (partition_parameters, partition_named_parameters):
+            partition = partial(function, mixed)
+            self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
         # Only the units know the groups in which a rank reports its error.
         config, lr = create_auto_config(module=orig), -1.0 if self.rank == 1 else 1.0
-        build = partial(Muon, orig.parameters(), lr, distributed_config=config)
-        self.assertRaisesEverywhere(build, ValueError, "Learning rate should be")
+        pattern = "Learning rate should be"
+        self.assertRefused(pattern, orig.parameters(), config, lr=lr)
         # Another optimizer over the same ranks works.
         check_fsdp1(self, True, steps=1)
+
+    def test_refused_dtensors_in_fsdp1(self):
+        grid = grid_of(2, 1, 2)
+        for shape, mesh, placements, pattern in (
+            ((4, 6, 10), grid["c"], (S0,), r"'0' of shape .* TP cut"),
+            ((4, 6), grid["b", "c"], (S1, S0), "mesh of 2 dimensions"),
+        ):
+            with self.subTest(pattern=pattern):
+                dtensor = place(full(0, shape), Spec(shape, mesh, placements))
+                params = nn.ParameterList([dtensor])
+                model = wrap(params, units=None, device_mesh=grid["a"])
+                config = create_auto_config(module=model)
+                options = {"allow_batched_matrices": True}
+                self.assertRefused(pattern, model.parameters(), config, **options)
 
     def test_parameters_of_others(self):
         """The memory order of parameters that are not Muon's does not matter. A group does not count."""
         conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         layers = nn.Sequential(conv, nn.Linear(8, 6, bias=False))
         model = wrap(layers, True, units=None)
-        matrices, _ = partition_parameters(model)
         group = grid_of(2, 2).get_group("a")
         config = create_auto_config(module=model, fsdp_process_group=group)
         pattern = r"fsdp_process_group has ranks \[., .\], but FSDP1 has \[0, 1, 2, 3\], which count"
         with self.assertWarnsOnce(pattern):
-            Muon(matrices, distributed_config=config)
+            Muon(partition_parameters(model)[0], distributed_config=config)
 
 
 class TestMuonForms(RefusalsTestCase):
@@ -226,22 +210,14 @@ class TestMuonForms(RefusalsTestCase):
         owners = twins.optimizer.matrix_owners
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
         self.assertEqual(sorted(owners.values()), [0, 0, 1, 1, 2, 2, 3, 3])
-        groups = [{"params": twins.params, "split": (2, 4)}]
-        fused = Muon(groups, distributed_config="auto", **options)
-        self.assertEqual(len(fused.matrix_owners), 2 * 8)
 
     def test_shards_without_a_config(self):
         """The matrices of a stack were orthogonalized as one."""
         shape = (8, 6, 3)
         stack = place(full(0, shape), Spec(shape, mesh_of(4), (S0,)))
+        pattern = "only a factory's distributed_config"
         params = [nn.Parameter(stack)]
-        for groups, takes_stacks in (
-            (params, True),
-            ([{"params": params, "flatten": True}], False),
-        ):
-            build = partial(Muon, groups, allow_batched_matrices=takes_stacks)
-            pattern = "only a factory's distributed_config"
-            self.assertRaisesEverywhere(build, ValueError, pattern)
+        self.assertRefused(pattern, params, allow_batched_matrices=True)
 
 
 class TestMuonUntrained(OnCPU):
@@ -283,18 +259,13 @@ class TestMuonUnsharded(OnCPU):
         fully_shard(model, mesh=mesh_of(4))
         with torch.no_grad():
             model(torch.ones(2, 8))
-        nested = nn.Sequential(model)
-        for partition in (partition_parameters, partition_named_parameters):
-            for where, prefix, way in (
-                (model, "", r"call model\.reshard\(\) first"),
-                (nested, "0.", r"\(name\)\.reshard\(\) for each name in \['0'\] first"),
-            ):
-                pattern = f"FSDP2 has unsharded {prefix}1.weight, as .*: .*{way}"
-                build = partial(partition, where)
-                self.assertRaisesEverywhere(build, pattern=pattern)
+        build = partial(partition_parameters, model)
+        pattern = (
+            r"FSDP2 has unsharded 1.weight, as .*: .*call model\.reshard\(\) first"
+        )
+        self.assertRaisesEverywhere(build, pattern=pattern)
         model[0].unshard()
         pattern = r"unsharded 0\.0\.weight, .*each name in \['', '0'\]"
-        build = partial(partition_parameters, model)
         self.assertRaisesEverywhere(build, pattern=pattern)
         model[0].reshard()
         model.reshard()
@@ -309,35 +280,13 @@ class TestMuonDescribe(OnCPU):
             place(full(0, (64, 32)), Spec((64, 32), mesh_of(4), (S0,)))
         )
         muon = Muon([("layers.0", param)], distributed_config="auto")
-        owner = next(rank for rank, owned in muon.assignments.items() if owned)
+        (owner,) = muon.matrix_owners.values()
         line = f"1 matrix on 4 ranks. The busiest owner is rank {owner}, with 4.00 times the mean work"
         owned = "layers.0" if self.rank == owner else "nothing"
         _, here, memory = muon.describe().splitlines()
         with self.everywhere():
             self.assertEqual(here, f"Rank {self.rank} of 4 owns {owned}. {line}.")
             self.assertRegex(memory, r"takes up to [\d.e-]+ MiB$")
-
-    def test_matrices_that_no_optimizer_has(self):
-        shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "head": (4, 8)}
-        model = nn.ParameterDict({"gain": torch.ones(8), "bias": torch.ones(8)})
-        for name, shape in shapes.items():
-            model[name] = distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
-        params = [model["qkv"], model["experts"]]
-        muon = Muon(params, distributed_config="auto", allow_batched_matrices=True)
-        share, lacks, *_ = muon.describe(model).splitlines()
-        self.assertEqual(share, "Muon has 2 parameters")
-        self.assertEqual(lacks, "No optimizer given here has head")
-        # A vector is no matrix.
-        page = muon.describe(model, AdamW([model["gain"], model["head"]]))
-        self.assertNotIn("No optimizer", page)
-
-    def test_lines_in_the_log_for_each_step(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
-        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
-            twins.step()
-        phases = sorted(record.args[1] for record in seen.records)
-        expected = ["apply"] * 4 + ["gather"] * 4 + ["orthogonalize"]
-        self.assertEqual(phases, expected)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ Long runs equal one process to the end, and use no more memory, threads or group
 
 import gc
 import os
-import sys
 import weakref
 from unittest import mock
 
 import torch
-from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +19,6 @@ from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_modules, common_muon
-from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     mesh_of,
@@ -31,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
+    Strategy,
     Twins,
 )
 
@@ -43,15 +41,13 @@ WARM = 10
 
 def usage():
     gc.collect()
-    objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     found = {
-        "tensors": sum(issubclass(type(o), torch.Tensor) for o in objects),
+        "tensors": sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()),
         "threads": len(os.listdir("/proc/self/task")),
         "process groups": len(distributed_c10d._world.pg_map),
         "keys in the store": distributed_c10d._get_default_store().num_keys(),
-        "objects": len(objects),
         "resident": resident,
     }
     if common_muon.device().type == "cuda":
@@ -61,17 +57,6 @@ def usage():
 
 
 class TestMuonRegressions(common_muon.OnCPU):
-    def test_construction_without_numpy(self):
-        """torch's all_gather_object needs NumPy, and ranks said that one of them had ended."""
-        missing = RuntimeError("Numpy is not available")
-        with (
-            mock.patch.object(torch.Tensor, "numpy", side_effect=missing),
-            mock.patch.dict(sys.modules, {"numpy": None}),
-        ):
-            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
-            twins.step()
-        self.assertParity(twins)
-
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure."""
         error = torch.OutOfMemoryError("of a device")
@@ -85,42 +70,26 @@ class TestMuonRegressions(common_muon.OnCPU):
     def test_experts_in_another_order(self):
         """DTensor's collectives for one expert's gradient and momentum met those for another expert."""
         mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)
-        for names in ((), ("gather_fn",)):
-            with self.subTest(names=names):
-                config = create_auto_config(expert_assignments=dict(enumerate(order)))
-                common_muon.wrap_functions(config, *names)
-                placed = [Spec((6, 4), mesh, (R,), gradients=(Partial(),))] * 2
-                twins = Twins(placed, config, seeds=order)
-                # Ranks may name an expert differently.
-                named = [(f"{self.rank}.{i}", p) for i, p in enumerate(twins.params)]
-                twins.optimizer = Muon(named, distributed_config=config)
-                for index, expert in enumerate(order):
-                    momentum = full(4 + expert, (6, 4))
-                    sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
-                    for optimizer, param, buffer in (
-                        (twins.optimizer, twins.params[index], sharded),
-                        (twins.single, twins.singles[index], momentum),
-                    ):
-                        optimizer.state[param]["momentum_buffer"] = buffer
-                self.assertTrainsAlike(twins, 1)
-
-    def test_order_across_meshes(self):
-        """Matrices of a mesh and of a part of it meet in one grid, and ranks compare the order on each mesh alone."""
-        mesh, order = common_muon.grid_of(2, 2), (0, 1) if self.rank % 2 else (1, 0)
-        placed = [Spec((4, 8, 6), mesh, (S0, S1)), Spec((8, 6), mesh["b"], (S0,))]
-        in_order = [placed[number] for number in order]
-        twins = Twins(in_order, seeds=order, allow_batched_matrices=True)
-        self.assertTrainsAlike(twins, 2)
+        config = create_auto_config(expert_assignments=dict(enumerate(order)))
+        placed = [Spec((6, 4), mesh, (R,), gradients=(Partial(),))] * 2
+        twins = Twins(placed, config, seeds=order)
+        for index, expert in enumerate(order):
+            momentum = full(4 + expert, (6, 4))
+            sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
+            for optimizer, param, buffer in (
+                (twins.optimizer, twins.params[index], sharded),
+                (twins.single, twins.singles[index], momentum),
+            ):
+                optimizer.state[param]["momentum_buffer"] = buffer
+        self.assertTrainsAlike(twins, 1)
 
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
+        # Only the second dimension of the grid descends.
         line = DeviceMesh("cpu", [3, 1, 0, 2])
-        # Only the second dimension descends.
         grid = DeviceMesh("cpu", [[1, 0], [3, 2]])
         for mesh, placement, other in (
-            (line, (S0,), (S1,)),
             (line, (R,), (S0,)),
-            (line, (S0,), (Partial(),)),
             (grid, (R, S0), (R, S1)),
         ):
             with self.subTest(mesh=mesh, placement=placement, other=other):
@@ -130,9 +99,6 @@ class TestMuonRegressions(common_muon.OnCPU):
                 step, (param,) = twins.optimizer.step, twins.params
                 pattern = "gradient's .*ascend"
                 self.assertRaisesEverywhere(step, RuntimeError, pattern)
-                if other[0].is_partial():
-                    # A momentum becomes whole, which is a sum on every rank.
-                    continue
                 twins.optimizer.state[param]["momentum_buffer"] = param.grad
                 param.grad = place(twins.singles[0].grad, spec)
                 pattern = "momentum buffer.*ascend"
@@ -149,11 +115,10 @@ class TestMuonRegressions(common_muon.OnCPU):
         first, second = Twins(placed, config), Twins(placed, config, seed=10)
         self.assertTrainsAlike(second, 1)
         self.assertTrainsAlike(first, 1)
-        # Each builds a new engine.
-        for twins, frozen in ((first, 0), (second, 1), (first, 0)):
-            twins.params[frozen].requires_grad_(False)
-            twins.step([frozen])
-            self.assertParity(twins)
+        # It builds a new engine.
+        first.params[0].requires_grad_(False)
+        first.step([0])
+        self.assertParity(first)
         # Another world may give this process another rank.
         self.assertNotIn("rank", config.state)
 
@@ -170,7 +135,6 @@ class LongRuns(common_muon.ParityAssertions):
         after, counted = usage(), times - WARM
         few = rebuilds * counted
         allowed = {
-            "objects": counted // 2 + few,
             "keys in the store": 12 * few,
             "resident": 2**23,
         }
@@ -219,29 +183,6 @@ class TestMuonLongRunsOnGPUs(common_muon.OnGPUs, LongRuns, MultiProcessTestCase)
 class TestMuonReplaced(common_muon.OnCPU):
     """Parameters that frameworks change under a Muon. The single process makes the same changes."""
 
-    def test_placements(self):
-        """Local shapes stay the same."""
-        grid = common_muon.grid_of(2, 2)
-        twins = Twins([Spec((8, 8), grid, (S0, S1))])
-        twins.step()
-        (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
-        other = place(twins.singles[0].detach(), twins.specs[0])
-        param._local_tensor, param._spec = other._local_tensor, other._spec
-        self.assertTrainsAlike(twins, 2)
-
-    def test_model_on_meta_is_filled_later(self):
-        with torch.device("meta"):
-            layers = [nn.Linear(8, rows, bias=False) for rows in (8, 3)]
-        model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(4))
-        optimizer = Muon(model.parameters(), distributed_config="auto")
-        model.to_empty(device="cpu")
-        params = list(model.parameters())
-        twins = Twins([Spec(param.shape, mesh_of(4), (S0,)) for param in params])
-        for param, filled in zip(params, twins.params, strict=True):
-            param.to_local().detach().copy_(filled.to_local())
-        twins.params, twins.optimizer = params, optimizer
-        self.assertTrainsAlike(twins, 2)
-
     def test_parameter_keeps_its_entry_of_the_config(self):
         """After a reversal, each parameter was cut along another one's dimension, without an error."""
         strategy, dims = Strategy(mesh_of(4), "tp"), {0: 0, 1: 1}
@@ -253,22 +194,17 @@ class TestMuonReplaced(common_muon.OnCPU):
         for each in lists:
             each.reverse()
         self.assertTrainsAlike(twins, 2)
-        # So does one that takes its place.
-        replacing = nn.Parameter(twins.params[3].detach())
-        twins.params[3] = twins.optimizer.param_groups[0]["params"][3] = replacing
-        del twins.single.state[twins.singles[3]]
-        self.assertTrainsAlike(twins, 1)
 
     def test_marks_say_the_tp_dim_if_the_user_does_not(self):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
         given = {"tp_dim_per_param": {0: 0, 1: 1}}
-        for mark, options in (("tp_dim", {}), ("partition_dim", {}), ("tp_dim", given)):
-            with self.subTest(mark=mark, options=options):
+        for options in ({}, given):
+            with self.subTest(options=options):
                 placed = [strategy.cut((8, 12), dim) for dim in dims]
                 twins = Twins(placed, strategy.config(**given))
                 # No mark counts for what the user leaves out.
                 for param, dim in zip(twins.params, (0, 1, 0 if options else -1)):
-                    setattr(param, mark, dim)
+                    param.tp_dim = dim
                 config = strategy.config(**options)
                 twins.optimizer = Muon(twins.params, distributed_config=config)
                 self.assertTrainsAlike(twins, 1)

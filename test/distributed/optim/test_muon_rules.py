@@ -4,6 +4,7 @@
 No rule needs an accelerator, nor other processes: each rank plays its part alone.
 """
 
+import itertools
 import re
 from functools import partial
 from unittest import mock
@@ -13,11 +14,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.checkers.accelerator import Accelerator
-from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
-    fuzz,
-    one_of,
-    st,
-)
 from torch.testing._internal.distributed._muon.checkers.order import disorder
 from torch.testing._internal.distributed._muon.checkers.ranks import (
     PlacedMatrices,
@@ -31,7 +27,6 @@ from torch.testing._internal.distributed._muon.common_muon import local, R, S0, 
 LAZY = "lazy:0"
 FOUR = (0, 1, 2, 3)
 FIVE = (0, 1, 2, 3, 4)
-TWO_BY_TWO = ((0, 1), (2, 3))
 TWO_BY_THREE = ((0, 1, 2), (3, 4, 5))
 # Matrices are small, and so are the limits that large ones reach.
 ROUNDS = (("ROUND_BYTES", 100), ("MAX_BUCKETS", 3))
@@ -43,13 +38,6 @@ TWO_KINDS = tuple(
 )
 PROGRAMS = {
     "sharded": Program(4, (PlacedMatrices(FOUR, (S0,)), PlacedMatrices(FOUR, (S1,)))),
-    "stages": Program(
-        8,
-        (
-            PlacedMatrices(TWO_BY_TWO, (R, S0)),
-            PlacedMatrices(((4, 5), (6, 7)), (R, S0)),
-        ),
-    ),
     # A group of five ranks, and one of three of them, which are in no order.
     "groups": Program(
         5,
@@ -58,6 +46,17 @@ PROGRAMS = {
             PlacedMatrices(FIVE, shape=(4, 4)),
             PlacedMatrices((2, 4, 1), shape=(4, 4), count=6),
         ),
+    ),
+    # Each has one rank in common with the next one.
+    "ring": Program(
+        4,
+        tuple(
+            PlacedMatrices(ranks, placements, count=6)
+            for ranks in ((0, 1), (2, 1), (2, 3), (0, 3))
+            for placements in ((S0,), (R,))
+        ),
+        prefetch=3,
+        limits=(("BUCKET_BYTES", 300), *ROUNDS),
     ),
     "grids of two kinds": Program(6, TWO_KINDS),
     "several rounds": Program(
@@ -72,38 +71,6 @@ PROGRAMS = {
         options=(("lr", "on the device"),),
     ),
 }
-
-
-@st.composite
-def programs(draw):
-    """Groups of some ranks of a world, with small limits."""
-    world = draw(one_of(5, 4, 6, 3))
-    placed = []
-    # One group of all ranks, and others that share some of them.
-    for number in range(draw(one_of(2, 1, 3))):
-        ranks = draw(st.permutations(range(world)))
-        if number > 0:
-            ranks = ranks[: draw(st.integers(2, world))]
-        mesh, dims = tuple(ranks), 1
-        if len(ranks) % 2 == 0 and draw(st.booleans()):
-            half = len(ranks) // 2
-            mesh, dims = (mesh[:half], mesh[half:]), 2
-        for shape in ((24, 20), draw(one_of((4, 4), (3, 7), (1, 5)))):
-            placements = tuple(draw(one_of(R, R, R, S0, S1)) for _ in range(dims))
-            count = draw(one_of(3, 0, 1, 6))
-            placed.append(PlacedMatrices(mesh, placements, shape, count))
-    limits = {
-        "MAX_BUCKETS": draw(one_of(4, 1, 2)),
-        "BUCKET_BYTES": draw(one_of(2**20, 100, 1000)),
-        "ROUND_BYTES": draw(one_of(2**20, 40, 300)),
-    }
-    return Program(
-        world,
-        tuple(placed),
-        prefetch=draw(one_of(1, 0, 2, 3)),
-        parallel=draw(one_of(True, True, True, False)),
-        limits=tuple(limits.items()),
-    )
 
 
 def second_step(program, number, recorder, device="cpu"):
@@ -143,25 +110,18 @@ def bound_splits(program, build):
 
 
 class TestMuonRules(TestCase):
-    def check(self, program):
-        """Memory, the host, first uses and order, while an engine is built and in steps."""
-        for recorder_type, device in ((Recorder, "cpu"), (Accelerator, LAZY)):
-            calls, problems = {}, []
-            for number in range(program.world):
-                recorder = second_step(program, number, recorder_type(), device)
-                calls[number] = recorder.calls
-                problems += recorder.problems
-            self.assertEqual(problems, [])
-            self.assertEqual(disorder(calls), [])
-
     def test_programs(self):
-        for name, program in PROGRAMS.items():
-            with self.subTest(name):
-                self.check(program)
-
-    @fuzz(16, programs())
-    def test_drawn_programs(self, program):
-        self.check(program)
+        """Memory, the host, first uses and order, while an engine is built and in steps."""
+        devices = (Recorder, "cpu"), (Accelerator, LAZY)
+        for name, (recorder_type, device) in itertools.product(PROGRAMS, devices):
+            with self.subTest(name, device=device):
+                program, calls, problems = PROGRAMS[name], {}, []
+                for number in range(program.world):
+                    recorder = second_step(program, number, recorder_type(), device)
+                    calls[number] = recorder.calls
+                    problems += recorder.problems
+                self.assertEqual(problems, [])
+                self.assertEqual(disorder(calls), [])
 
     def test_flags_decide_the_order(self):
         """The launches and waits of gathers and scatters, of 16 matrices in buckets of four."""
@@ -183,18 +143,6 @@ class TestMuonRules(TestCase):
                     if call.name != "all_reduce"
                 ]
                 self.assertEqual("".join(events), expected.replace(" ", ""))
-
-    @fuzz(12, one_of("sharded", "several rounds", "groups"), st.data())
-    def test_a_rank_that_stumbles(self, name, data):
-        """It launches nothing more, and frees no memory before those who use it are done."""
-        program = PROGRAMS[name]._replace(options=(("foreach", True),))
-        before = second_step(program, 1, Accelerator(), LAZY)
-        after = Accelerator(stumbles=data.draw(st.integers(1, before.done)))
-        with self.assertRaisesRegex(ArithmeticError, "stumbled"):
-            second_step(program, 1, after, LAZY)
-        self.assertEqual(after.problems, [])
-        launches = after.launches
-        self.assertEqual(before.launches[: len(launches)], launches)
 
     def test_groups(self):
         for name, program in PROGRAMS.items():
@@ -245,7 +193,6 @@ class TestMuonRules(TestCase):
         """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
         for program in (
             Program(4, (PlacedMatrices(FOUR, (S0,), (1024, 512), 8),)),
-            Program(5, (PlacedMatrices(FIVE, shape=(512, 512), count=12),)),
             # Regions of this dtype take more than Newton-Schulz.
             Program(4, (PlacedMatrices(FOUR, shape=(256, 512), dtype=torch.float64),)),
             # To round updates in bfloat16, several tensors of the size of the matrix were made.
@@ -267,8 +214,8 @@ class TestMuonRules(TestCase):
                 peak = accelerator.peak - own
                 page = rank.muon.describe()
                 mebibytes = re.search(r"takes up to ([\d.e+]+) MiB", page)[1]
-                self.assertGreater(float(mebibytes) * 2**20, 0.95 * peak)
-                self.assertLess(float(mebibytes) * 2**20, 1.05 * peak)
+                described = float(mebibytes) * 2**20
+                self.assertTrue(0.95 * peak < described < 1.05 * peak)
                 # The next step builds the engine again.
                 rank.params.pop(0).requires_grad_(False)
                 rank.grads.pop(0)
@@ -279,6 +226,14 @@ class TestMuonRules(TestCase):
 
 def on_device():
     return torch.ones(4, device=LAZY)
+
+
+def reduce_over(first, second):
+    """Has both in flight together."""
+    tensor, another = on_device(), on_device()
+    work = dist.all_reduce(tensor, group=first, async_op=True)
+    dist.all_reduce(another, group=second)
+    work.wait()
 
 
 class TestMuonBrokenRules(TestCase):
@@ -295,30 +250,19 @@ class TestMuonBrokenRules(TestCase):
         return found
 
     def test_order(self):
-        """Other sizes; one that a rank leaves out; a ring on a device with one queue."""
+        """Other sizes, and a ring on a device with one queue."""
 
         def sizes(rank, groups):
             splits = [1, 2, 3] if rank == 1 else [1, 1, 1]
             given = torch.ones(sum(splits))
             dist.all_to_all_single(torch.ones(3), given, [1, 1, 1], splits)
 
-        def left_out(rank, groups):
-            dist.broadcast(torch.ones(2), 0)
-            if rank != 2:
-                dist.broadcast(torch.ones(2), 0)
-
         def ring(rank, groups):
             first, second = {0: (0, 2), 1: (1, 0), 2: (2, 1)}[rank]
-            tensors = torch.ones(2), torch.ones(2)
-            works = []
-            for group, tensor in zip((groups[first], groups[second]), tensors):
-                works.append(dist.all_reduce(tensor, group=group, async_op=True))
-            for work in works:
-                work.wait()
+            reduce_over(groups[first], groups[second])
 
         for program, problem in (
             (sizes, "all_to_all_single.* and "),
-            (left_out, "rank 0 is stuck at broadcast 1"),
             (ring, "rank 0 is stuck at all_reduce 0"),
         ):
             with self.subTest(program.__name__):
@@ -344,16 +288,6 @@ class TestMuonBrokenRules(TestCase):
             dist.all_reduce(tensor, async_op=True)
             return tensor
 
-        def uses_first(together, rank, groups):
-            tensors = on_device(), on_device()
-            works = []
-            for tensor, group in zip(tensors, (groups[0], groups[2])):
-                works.append(dist.all_reduce(tensor, group=group, async_op=True))
-                if not together:
-                    works.pop().wait()
-            for work in works:
-                work.wait()
-
         def fills_a_table_again(event, *_):
             table = torch.empty(4, pin_memory=True)
             for number in range(2):
@@ -368,11 +302,9 @@ class TestMuonBrokenRules(TestCase):
         for problem, program in (
             ("add.Tensor touches", partial(exchange, lambda sent, received: received + 1)),
             ("zero_.default touches", partial(exchange, lambda sent, _: sent.zero_())),
-            ("", partial(exchange, lambda sent, received: (sent + 1, received[:2]))),
             ("is freed", forgets_memory),
             ("nobody waits", forgets_handle),
-            ("is the first, while", partial(uses_first, True)),
-            ("", partial(uses_first, False)),
+            ("is the first, while", lambda rank, groups: reduce_over(*groups[::2])),
             ("fill_.* touches the memory of a copy", partial(fills_a_table_again, False)),
             ("host waits for an event", partial(fills_a_table_again, True)),
             ("host waits for aten._local_scalar", lambda *_: float(on_device().sum())),
@@ -380,7 +312,7 @@ class TestMuonBrokenRules(TestCase):
         ):  # fmt: skip
             with self.subTest(problem=problem, program=program):
                 problems = self.recorders(program)[0].problems
-                self.assertRegex(" ".join(problems), problem or "^$")
+                self.assertRegex(" ".join(problems), problem)
 
     def test_groups(self):
         def by_members(rank):
@@ -388,14 +320,6 @@ class TestMuonBrokenRules(TestCase):
                 dist.new_group([0, 1], use_local_synchronization=True)
 
         self.assertEqual(len(bound_splits(Program(4), by_members)), 2)
-
-    def test_memory(self):
-        with Rank(Program(3), 0, LAZY), Accelerator() as accelerator:
-            kept, another = on_device(), on_device()
-            del another
-            self.assertEqual((accelerator.live, accelerator.peak), (16, 32))
-            del kept
-            self.assertEqual(accelerator.live, 0)
 
 
 if __name__ == "__main__":

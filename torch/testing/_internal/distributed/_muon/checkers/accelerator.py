@@ -39,8 +39,8 @@ class Accelerator(Recorder):
     while others are in flight. Work on the device is numbered in the order in which it is launched.
     """
 
-    def __init__(self, stumbles: int = 0) -> None:
-        super().__init__(stumbles=stumbles)
+    def __init__(self) -> None:
+        super().__init__()
         self.device_index: int | None = None  # that the engine chose
         self.operations: list[Any] = []
         # The number of the last work that was launched, of the last one that the host has waited for, and of the last

@@ -20,16 +20,10 @@ WORLD = 4
 
 
 class Mesh(NamedTuple):
-    """A device mesh of some of the ranks, row-major; with ``kept``, its slices along these dimensions."""
+    """A device mesh of some of the ranks, row-major."""
 
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
-    kept: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        kept = self.kept or range(len(self.sizes))
-        return tuple(self.sizes[dim] for dim in kept)
 
     @property
     def ascends(self) -> bool:
@@ -52,7 +46,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     for group in made.get_all_groups():
         # The default is half an hour, whatever the timeout of the world.
         _set_pg_timeout(TIMEOUT, group)
-    return made[tuple(names[dim] for dim in mesh.kept)] if mesh.kept else made
+    return made
 
 
 class Matrix(NamedTuple):
@@ -73,13 +67,11 @@ class Matrix(NamedTuple):
     is_turned: bool = False
     # Those of its parameter group.
     options: tuple[tuple[str, Any], ...] = ()
-    # The number of the optimizer that has it.
-    optimizer: int = 0
 
 
 class Config(NamedTuple):
     """``kinds`` are those of the dimensions of ``mesh``, whose groups the config gets.
-    ``functions`` are "built in", "assigned" (an assign_fn of the user's) or "wrapped".
+    ``functions`` are "built in" or "wrapped".
     """
 
     is_async: bool = True
@@ -116,8 +108,6 @@ class Plan(NamedTuple):
     grad_dtype: torch.dtype | None = None
     # Of the engine's plan: smaller ones than those of real models.
     limits: tuple[tuple[str, int], ...] = ()
-    # Before collectives, ranks sleep as this seed says.
-    sleeps: int | None = None
 
     def holds(self, matrix: Matrix, rank: int) -> bool:
         mesh = self.config.mesh if matrix.mesh is None else matrix.mesh

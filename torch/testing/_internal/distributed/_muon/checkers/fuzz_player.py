@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import re
-import time
 import traceback
 import warnings
 from typing import Any
@@ -17,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim._muon_engine import plan as engine_plan
@@ -27,18 +24,17 @@ from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     device_mesh,
     Event,
     Matrix,
-    Mesh,
     Plan,
     WORLD,
 )
 from torch.testing._internal.distributed._muon.checkers.fuzz_settings import TIMEOUT
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_groups import Strategy
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     local,
     Spec,
+    Strategy,
     Twins,
 )
 from torch.testing._internal.distributed._muon.common_parity import too_much
@@ -51,31 +47,6 @@ EXPECTED_WARNINGS = "starts at zero|has had a gradient|placements count"
 def control_group() -> dist.ProcessGroup:
     """The one over which ranks tell each other of problems. It outlives broken ones."""
     return dist.new_group(timeout=3 * TIMEOUT)
-
-
-def renew_groups() -> None:
-    """The next plan makes all groups again, because a plan with problems may have broken these."""
-    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
-    store = dist.PrefixStore("renewed", store)
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
-    )
-    control_group.cache_clear()
-    device_mesh.cache_clear()
-
-
-class Sleepy(Recorder):
-    """A rank that comes late to some collectives."""
-
-    def __init__(self, seed: int | None) -> None:
-        super().__init__()
-        self.generator = random.Random(f"{seed} {dist.get_rank()}")
-        self.longest = 0 if seed is None else 0.003
-
-    def launched(self, call: Any, given: Any) -> None:
-        time.sleep(self.generator.choice((0, self.longest)))
-        super().launched(call, given)
 
 
 def set_local(tensor: torch.Tensor, piece: torch.Tensor) -> None:
@@ -91,7 +62,7 @@ def turn(tensor: torch.Tensor) -> None:
 
 
 class DrawnTwins(Twins):
-    """The matrices of one optimizer of a plan, by number, that this rank holds."""
+    """The matrices of a plan, by number, that this rank holds."""
 
     def __init__(self, plan: Plan, held: dict[int, Matrix]) -> None:
         self.plan, self.rank = plan, dist.get_rank()
@@ -157,22 +128,9 @@ class DrawnTwins(Twins):
                 options["pp_stage_id"] = self.place_along("pp")
             options["async_gpu_parallelism"] = config.is_async
             made = self.strategy.config(prefetch_count=config.prefetch, **options)
-        if config.functions == "assigned":
-            made.assign_fn = self.assign
-        elif config.functions == "wrapped":
+        if config.functions == "wrapped":
             common_muon.wrap_functions(made, "gather_fn", "redistribute_fn")
         return made
-
-    def assign(self, params: Any, state: Any) -> dict[int, list[int]]:
-        """An assign_fn of the user's, for DTensors and matrices that a rank has for itself."""
-        owners: dict[int, list[int]] = {}
-        for index, matrix in enumerate(self.matrices):
-            ranks = [self.rank]
-            if matrix.mesh is not None:
-                ranks = self.specs[index].mesh.mesh.flatten().tolist()
-            owner = ranks[self.numbers[index] % len(ranks)]
-            owners.setdefault(owner, []).append(index)
-        return owners
 
     def set_gradients(self, missing: Any = ()) -> None:
         frozen = [i for i, p in enumerate(self.params) if not p.requires_grad]
@@ -193,11 +151,10 @@ class DrawnTwins(Twins):
                 set_local(param.grad, piece.new_tensor(0.5).expand(piece.shape))
                 single.grad = torch.full_like(single.grad, 0.5)
 
-    def step(self, missing: Any = (), closure: Any = None) -> None:
+    def step(self, missing: Any = ()) -> None:
         self.set_gradients(missing)
         before = [param._version for param in self.params]
-        recorder = Sleepy(self.plan.sleeps)
-        with recorder, NewtonSchulzCalls() as calls:
+        with Recorder() as recorder, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = list(recorder.problems)
         for param, version in zip(self.params, before):
@@ -217,10 +174,6 @@ class DrawnTwins(Twins):
         self.single.step()
 
     # Between steps:
-
-    def freeze(self, index: int) -> None:
-        param = self.params[index]
-        param.requires_grad_(not param.requires_grad)
 
     def replace(self, index: int, matrix: Matrix) -> None:
         """The same values in another parameter, as ``matrix`` says, as if a framework had placed it."""
@@ -276,33 +229,20 @@ class Player:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.matrices = list(plan.matrices)
-        # By the number of the optimizer, for those of which this rank holds matrices.
-        self.twins: dict[int, DrawnTwins] = {}
+        self.matrices: list[Matrix] = []
+        # None if this rank holds no matrix.
+        self.twins: DrawnTwins | None = None
 
     def run(self) -> list[str]:
         """The problems of the first event that has some, on all ranks; none if all events are right."""
         limits = dict(self.plan.limits)
         with mock.patch.dict(vars(engine_plan), limits):
             control_group()
-            self.make_meshes()
-            for event in (Event("build"), *self.plan.events):
+            for event in (Event("add", self.plan.matrices), *self.plan.events):
                 problems = self.play(event)
                 if problems:
                     return problems
         return []
-
-    def make_meshes(self) -> None:
-        """All ranks make all meshes."""
-        meshes = [self.plan.config.mesh, *[matrix.mesh for matrix in self.matrices]]
-        for event in self.plan.events:
-            if event.action == "add":
-                meshes += [matrix.mesh for matrix in event.argument]
-            elif event.action == "replace":
-                meshes += event.argument
-        for mesh in dict.fromkeys(meshes):
-            if isinstance(mesh, Mesh):
-                device_mesh(mesh)
 
     def play(self, event: Event) -> list[str]:
         """Problems of an event, on all ranks if there is one on any of them."""
@@ -312,7 +252,10 @@ class Player:
             warnings.filterwarnings("always", module=r"torch\.optim\._muon")
             try:
                 getattr(self, event.action)(event)
-                problems += self.step(event)
+                if self.twins is not None:
+                    numbers = enumerate(self.twins.numbers)
+                    self.twins.step([i for i, n in numbers if event.misses(n)])
+                    problems += self.twins.problems()
             except Exception:
                 problems.append(traceback.format_exc())
         texts = [str(warning.message) for warning in warned]
@@ -322,33 +265,18 @@ class Player:
         if not count:
             return []
         by_rank = common_muon.everyone(problems, control_group())
-        renew_groups()
         found = []
         for rank, texts in enumerate(by_rank):
             found += [f"{event}, rank {rank}: {text}" for text in texts]
         return found
 
-    def step(self, event: Event) -> list[str]:
-        problems: list[str] = []
-        for twins in self.twins.values():
-            missing = [i for i, n in enumerate(twins.numbers) if event.misses(n)]
-            twins.step(missing)
-            problems += twins.problems()
-        return problems
-
     def chosen(self, event: Event) -> list[int]:
-        """The matrices that an event changes. Every rank of an optimizer changes some: if one of them did not, all
-        matrices change.
+        """The matrices that an event changes. Every rank with matrices changes some: if one of them did not, all matrices
+        change.
         """
-        found = []
-        for optimizer in {matrix.optimizer for matrix in self.matrices}:
-            numbers = []
-            for number, matrix in enumerate(self.matrices):
-                if matrix.optimizer == optimizer:
-                    numbers.append(number)
-            some = [number for number in numbers if event.has(number)]
-            found += some if self.holders(some) == self.holders(numbers) else numbers
-        return found
+        numbers = list(range(len(self.matrices)))
+        some = [number for number in numbers if event.has(number)]
+        return some if self.holders(some) == self.holders(numbers) else numbers
 
     def holders(self, numbers: Any) -> set[int]:
         """The ranks that hold some of these."""
@@ -358,26 +286,20 @@ class Player:
                 found.add(rank)
         return found
 
-    # The events.
+    def places(self, event: Event) -> list[tuple[int, int]]:
+        """The index on this rank, and the number, of each matrix that an event changes."""
+        held = [] if self.twins is None else self.twins.numbers
+        return [(held.index(n), n) for n in self.chosen(event) if n in held]
 
-    def build(self, event: Event) -> None:
-        for optimizer in range(2):
-            held = {}
-            for number, matrix in enumerate(self.matrices):
-                is_here = self.plan.holds(matrix, self.rank)
-                if matrix.optimizer == optimizer and is_here:
-                    held[number] = matrix
-            if held:
-                self.twins[optimizer] = DrawnTwins(self.plan, held)
+    # The events.
 
     def train(self, event: Event) -> None:
         """Nothing else happens."""
 
     def freeze(self, event: Event) -> None:
-        for number in self.chosen(event):
-            for twins in self.twins.values():
-                if number in twins.numbers:
-                    twins.freeze(twins.numbers.index(number))
+        for index, _ in self.places(event):
+            param = self.twins.params[index]
+            param.requires_grad_(not param.requires_grad)
 
     def replace(self, event: Event) -> None:
         """Parameters in the places of others, on a mesh of the same ranks."""
@@ -385,38 +307,41 @@ class Player:
         for number in self.chosen(event):
             matrix = self.matrices[number]
             if matrix.mesh is not None and matrix.mesh.ascends:
-                others = matrix.mesh if matrix.mesh.kept else mesh
-                same_ranks = set(others.ranks) == set(matrix.mesh.ranks)
-                own = others if same_ranks else matrix.mesh
-                of_mesh = placements[: len(own.shape)]
+                own = matrix.mesh
+                if set(mesh.ranks) == set(own.ranks):
+                    own = mesh
+                of_mesh = placements[: len(own.sizes)]
                 matrix = matrix._replace(mesh=own, placements=of_mesh, gradients=None)
                 self.matrices[number] = matrix
-            for twins in self.twins.values():
-                if number in twins.numbers:
-                    twins.replace(twins.numbers.index(number), matrix)
+        for index, number in self.places(event):
+            self.twins.replace(index, self.matrices[number])
 
     def change_options(self, event: Event) -> None:
-        for twins in self.twins.values():
-            for optimizer in (twins.single, twins.optimizer):
+        if self.twins is not None:
+            for optimizer in (self.twins.single, self.twins.optimizer):
                 for group in optimizer.param_groups:
                     group.update(event.argument)
 
     def add(self, event: Event) -> None:
-        """A group of parameters, if the ranks that hold them have the first optimizer."""
+        """The first matrices, or a group of more of them if the ranks that hold them have the optimizer."""
+        before = self.holders(range(len(self.matrices)))
         first = len(self.matrices)
-        before = [n for n in range(first) if self.matrices[n].optimizer == 0]
         self.matrices += event.argument
         new = range(first, len(self.matrices))
-        if self.holders(new) != self.holders(before):
+        if first and self.holders(new) != before:
             del self.matrices[first:]
             return
-        if 0 in self.twins:
-            held = {}
-            for number in new:
-                if self.plan.holds(self.matrices[number], self.rank):
-                    held[number] = self.matrices[number]
-            self.twins[0].add(DrawnTwins(self.plan, held))
+        held = {}
+        for number in new:
+            if self.plan.holds(self.matrices[number], self.rank):
+                held[number] = self.matrices[number]
+        if held:
+            more = DrawnTwins(self.plan, held)
+            if self.twins is None:
+                self.twins = more
+            else:
+                self.twins.add(more)
 
     def reload(self, event: Event) -> None:
-        for twins in self.twins.values():
-            twins.reload(event.argument)
+        if self.twins is not None:
+            self.twins.reload(event.argument)

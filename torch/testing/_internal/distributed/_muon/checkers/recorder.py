@@ -122,14 +122,10 @@ class Work:
 class Recorder(TorchDispatchMode):
     """From the launch of a collective to its ``wait()``, nothing may touch its memory, free it, or forget the handle.
     ``log`` has ("launch" | "wait", call) in the order of the program.
-
-    Args:
-        stumbles: the operation, from :meth:`begin` on, that raises an error; 0 for none.
     """
 
-    def __init__(self, stumbles: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._stumbles, self.done = -stumbles, 0
         self.log: list[tuple[str, Call]] = []
         self.began = 0
         self.problems: list[str] = []
@@ -155,16 +151,10 @@ class Recorder(TorchDispatchMode):
 
     def begin(self) -> None:
         """A step begins at this place of ``log``."""
-        self.began, self.done, self._stumbles = len(self.log), 0, abs(self._stumbles)
-
-    def operate(self) -> None:
-        self.done += 1
-        if self.done == self._stumbles:
-            raise ArithmeticError("stumbled")
+        self.began = len(self.log)
 
     def launched(self, call: Call, given: Mapping) -> None:
         self.log.append(("launch", call))
-        self.operate()
         self.touched(call, call.memory)
         self.flying.append(call)
         for tensor in tree_leaves(tuple(given.values())):
@@ -260,7 +250,6 @@ class Recorder(TorchDispatchMode):
             for leaf in tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     (writes if is_written else reads).append(leaf)
-        self.operate()
         return self.run(func, args, kwargs, reads, writes)
 
     def run(self, func: Any, args: Any, kwargs: Any, reads: list, writes: list) -> Any:
