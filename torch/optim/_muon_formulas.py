@@ -234,14 +234,12 @@ class MuonFormulas(NamedTuple):
             return pass_takes(*lists)
         return False
 
-    def blend(
-        self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
-    ) -> Sequence[Tensor]:
-        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov, of one in ``out``."""
+    def blend(self, bufs: list[Tensor], grads: list[Tensor]) -> Sequence[Tensor]:
+        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov."""
         if not self.nesterov:
             return bufs
         if len(grads) == 1:
-            return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
+            return [torch.lerp(grads[0], bufs[0], self.momentum)]
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(self, blended: Tensor, out: Tensor | None = None) -> Tensor:
@@ -302,7 +300,7 @@ class MuonFormulas(NamedTuple):
             most_bytes = _SYMMETRIC_BATCH_BYTES
         return max(1, most_bytes // max(1, math.prod(shape) * NS_DTYPE.itemsize))
 
-    def step_size(self, shape: Sequence[int], device: torch.device) -> "StepSize":
+    def step_size(self, shape: Sequence[int], device: torch.device) -> StepSize:
         """The step size of matrices of the global ``shape`` on ``device``."""
         lr: Any = self.lr
         # Reading a Tensor on the host would wait for its device. Offloaded parameters wait anyway.
@@ -313,7 +311,7 @@ class MuonFormulas(NamedTuple):
         return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
 
     def apply(
-        self, params: list[Tensor], updates: list[Tensor] | None, step_size: "StepSize"
+        self, params: list[Tensor], updates: list[Tensor] | None, step_size: StepSize
     ) -> None:
         """Decays and updates matrices, or pieces of matrices, of one step size. In one pass if ``fused``."""
         decay, alpha, is_on_device = step_size

@@ -27,7 +27,7 @@ from .flights import CollectiveError
 from .inputs import StepInputs
 from .local import device_of, fitting_part, traits_of
 from .params import (
-    fit_momentum,
+    drop_misshapen_momentum,
     inherit_momentum,
     Lineage,
     Matrix,
@@ -102,7 +102,9 @@ class Engine:
             # A device may not have room for the memory of both.
             former._runner = None
             restarted = inherit_momentum(replaced, states)
-            self._warn_about_restarted(restarted + fit_momentum(params, states))
+            self._warn_about_restarted(
+                restarted + drop_misshapen_momentum(params, states)
+            )
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.is_packed and self.device.type != "cpu" and not is_meta:
@@ -378,7 +380,8 @@ class Engine:
         except BaseException as error:
             if self._runner is not None:
                 self._runner.drain()
-            self._fail(error, others_may_go_on)
+            if others_may_go_on:
+                self._fail(error)
             raise
         return inputs.without_gradient
 
@@ -397,18 +400,18 @@ class Engine:
         if self._refusal:
             raise RuntimeError(self._refusal)
 
-    def _fail(self, error: BaseException, others_may_go_on: bool) -> None:
-        """Records the failure. If parameters may have moved on some ranks only, this optimizer does not go on."""
+    def _fail(self, error: BaseException) -> None:
+        """Records the failure. Parameters may have moved on some ranks only, so this optimizer does not go on."""
         where = str(self._runner.progress) if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
-        if others_may_go_on and where and is_own:
+        if where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
-        # A framework of the user's may be able to go on, and so may ranks of which none has moved.
-        if self.reader is not None and others_may_go_on:
+        # A framework of the user's may be able to go on.
+        if self.reader is not None:
             self.failure = self.failure or failure
 
     def synchronize(self) -> None:
@@ -418,7 +421,7 @@ class Engine:
         text = self._runner.mismatch()
         if text:
             error = RuntimeError(text)
-            self._fail(error, others_may_go_on=True)
+            self._fail(error)
             raise error
 
 

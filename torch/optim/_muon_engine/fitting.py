@@ -103,9 +103,7 @@ def problem_with_momentum(param: Tensor, buffer: Any) -> str:
     return ""
 
 
-def fitting_momentum(
-    param: Tensor, buffer: Any, dtype: torch.dtype | None = None
-) -> Tensor:
+def fitting_momentum(param: Tensor, buffer: Any, dtype: torch.dtype | None) -> Tensor:
     """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
     ranks must make this call, because a change of the placement is a collective. :func:`problem_with_momentum` must
     have found no problem.
@@ -127,7 +125,7 @@ def _replicated(tensor: DTensor) -> Sequence[Placement]:
     return [Replicate()] * tensor.device_mesh.ndim
 
 
-def moves(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
+def redistributions(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
     """What collectives must bring to the placements of ``param``, in words; "" for nothing. A ``momentum`` of None fits."""
     moved: list[str] = []
     for kind, tensor in (("momentum", momentum), ("gradient", gradient)):

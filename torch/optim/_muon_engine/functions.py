@@ -28,9 +28,8 @@ def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
     counts = Counter(matrix.index for matrix in matrices)
     for param in params:
         shape = param.tensor.shape
-        _, flatten = param.form
         expected = math.prod(shape[:-2])
-        if counts[param.index] != expected and not (flatten and len(shape) > 2):
+        if counts[param.index] != expected and not (param.flatten and len(shape) > 2):
             raise ValueError(
                 f"{param.described} holds {counts[param.index]} matrices here, which your own functions cannot tell apart; "
                 "leave gather_fn and redistribute_fn as the factory made them"
@@ -185,9 +184,9 @@ class FunctionStep(Runner):
             raise RuntimeError(
                 f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
             )
-        split, flatten = param.form
-        if whole is not None and split.sizes:
-            problem = split.problem_with(matrix_shape(whole.shape, flatten))
+        if whole is not None and param.split.sizes:
+            shape = matrix_shape(whole.shape, param.flatten)
+            problem = param.split.problem_with(shape)
             if problem:
                 raise ValueError(f"{param.described}, as gathered: {problem}")
         return whole
@@ -304,9 +303,8 @@ class FunctionStep(Runner):
 
     def _whole_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
-        _, flatten = param.form
         if whole is not None:
-            return matrix_shape(whole.shape, flatten)
+            return matrix_shape(whole.shape, param.flatten)
         index = param.index
         shapes = self.config.state.get("global_shapes", {})
         if index not in shapes and not is_dtensor(param.tensor):
@@ -315,4 +313,4 @@ class FunctionStep(Runner):
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",
                 stacklevel=2,
             )
-        return matrix_shape(shapes.get(index, param.tensor.shape), flatten)
+        return matrix_shape(shapes.get(index, param.tensor.shape), param.flatten)

@@ -65,9 +65,11 @@ class ParamInputs:
         self.is_placed = fits and not param.is_sum and not param.flatten
 
     @property
-    def moves(self) -> str:
+    def redistributions(self) -> str:
         """The placements that collectives of DTensor's must change, in words; "" for none."""
-        return fitting.moves(self.param.tensor, self.misfit, self.user_gradient)
+        return fitting.redistributions(
+            self.param.tensor, self.misfit, self.user_gradient
+        )
 
     def _new_momentum(self) -> Tensor:
         tensor = self.param.tensor
@@ -140,7 +142,7 @@ class StepInputs:
         self.problems: list[str] = []
         self.without_gradient: list[Param] = []
         # Parameter index -> the placements of its momentum and gradient, if collectives must change them.
-        self.moves: dict[int, str] = {}
+        self.redistributions: dict[int, str] = {}
         # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
         # The indices of parameters whose gradients are in their momentum.
@@ -162,8 +164,8 @@ class StepInputs:
                 self.without_gradient.append(param)
             if not of_param.is_placed:
                 self._to_place.append(of_param)
-                if moves := of_param.moves:
-                    self.moves[index] = moves
+                if changes := of_param.redistributions:
+                    self.redistributions[index] = changes
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 

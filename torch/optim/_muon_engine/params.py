@@ -250,7 +250,7 @@ def inherit_momentum(replaced: Iterable[Replacement], states: States) -> list[st
     return restarted
 
 
-def fit_momentum(params: Sequence[Param], states: States) -> list[str]:
+def drop_misshapen_momentum(params: Sequence[Param], states: States) -> list[str]:
     """Deletes momentum of another shape. Returns the parameters that had it."""
     restarted = []
     for param in params:

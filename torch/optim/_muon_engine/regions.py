@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._newton_schulz_variants import uses_gram
 from .process_groups import Ranks
 
 
@@ -141,16 +140,10 @@ class Layout:
         return sum(region.numel for region in self.regions_of(rank))
 
 
-def newton_schulz_flops(shape: Sequence[int], ns_algorithm: str = "quintic") -> int:
-    """FLOPs of five iterations on an accelerator. Each iteration of the quintic has two products with the long
-    side and one square product. The Gram form has four and fourteen in all. "symmetric" is the quintic there.
-    """
+def newton_schulz_flops(shape: Sequence[int]) -> int:
+    """FLOPs of five quintic iterations: each has two products with the long side and one square product."""
     short, long = sorted(shape)
-    wide, square = 2 * short * short * long, 2 * short**3
-    if ns_algorithm == "gram":
-        if uses_gram(shape, ns_algorithm, is_cpu=False):
-            return 4 * wide + 14 * square
-    return 5 * (2 * wide + square)
+    return 5 * (2 * 2 * short * short * long + 2 * short**3)
 
 
 def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:

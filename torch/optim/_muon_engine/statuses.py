@@ -158,12 +158,12 @@ class Statuses(InFlight):
         of_groups = [formulas.options_digest for formulas in inputs.formulas]
         digests = [of_groups[m.param.param_group] for m in self.matrices]
         runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
-        moves: dict[int, str] = {}
-        for place, matrix in enumerate(self.matrices if inputs.moves else ()):
-            # Moves of other grids do not count.
-            if matrix.index in inputs.moves:
-                moves[place] = inputs.moves[matrix.index]
-        return zlib.crc32(repr((runs, moves)).encode())
+        changes: dict[int, str] = {}
+        for place, matrix in enumerate(self.matrices if inputs.redistributions else ()):
+            # Those of other grids do not count.
+            if matrix.index in inputs.redistributions:
+                changes[place] = inputs.redistributions[matrix.index]
+        return zlib.crc32(repr((runs, changes)).encode())
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
@@ -225,7 +225,7 @@ class Statuses(InFlight):
         own: list[dict[str, str]] = []
         for matrix in self.matrices:
             values = inputs.formulas_of(matrix).option_texts()
-            values["placements"] = inputs.moves.get(matrix.index, "usual")
+            values["placements"] = inputs.redistributions.get(matrix.index, "usual")
             own.append(values)
         everyone = gathered_along(self._groups.several, own)
         (first_rank, first), *others = everyone.items()
