@@ -19,7 +19,7 @@ from .factory import lent, MATRICES, READER, STEP
 from .local import is_dtensor, like_param, local_part, takes_update
 from .inputs import StepInputs
 from .params import Matrix, matrix_shape, Param
-from .process_groups import spanning_group
+from .process_groups import listed, spanning_group
 from .step import Runner
 
 
@@ -69,7 +69,8 @@ def call_assign_fn(
         ("assigned more than once", doubled),
     ):
         if wrong:
-            problems.append(f"{verb} {sorted(wrong)}")
+            described = [p.described for p in params if p.index in wrong]
+            problems.append(f"{verb} {sorted(wrong)}: {listed(described)}")
     if problems:
         raise AssertionError(
             f"assign_fn must give each of parameters 0 to {len(params) - 1} to exactly one rank; {'; '.join(problems)}"
