@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -74,24 +73,6 @@ class TestMuonRoundTrip(OnCPU):
                         self.check_round_trip(config, param.detach(), spec)
                 del config.state["current_param_idx"]
                 self.assertTrainsAlike(twins, 1)
-
-    def test_matrix_of_fsdp1(self):
-        alone, _ = dist.new_subgroups(1)
-        for orig, group in itertools.product((False, True), (None, alone)):
-            with self.subTest(orig=orig, alone=group is alone):
-                single = nn.Linear(5, 7, bias=False)
-                weight = single.weight.detach().clone()
-                model = wrap(single, orig, units=None, process_group=group)
-                (param,) = model.parameters()
-                config = create_auto_config(module=model)
-                # A piece of a flat parameter does not know its matrix.
-                config.assign_fn([param], config.state)
-                piece = param.detach().clone()
-                found = config.gather_fn(piece, 0, config.state)
-                mine = config.redistribute_fn(weight, 0, config.state)
-                with self.everywhere():
-                    self.assertTrue(torch.equal(found, weight))
-                    self.assertTrue(torch.equal(mine, piece))
 
     def test_gather_of_another_tensor(self):
         """Only some ranks' pieces have another shape than before."""

@@ -53,7 +53,7 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     mesh = getattr(tensor, "device_mesh", None)
     ranks = mesh_ranks(mesh) if mesh else matrices[0].layout.ranks
     if len(ranks) == 1:
-        return piece if piece.shape == shape else piece.reshape(shape)
+        return piece.reshape(shape)
     if not reader.candidates:
         # No engine has read this parameter.
         reader.read_meshes([param])
@@ -88,5 +88,5 @@ def piece(reader: Reader, full: Tensor, index: int) -> Tensor:
         )
     if not isinstance(like, DTensor):
         if not matrices or len(matrices[0].layout.ranks) == 1:
-            return full if full.shape == like.shape else full.reshape(like.shape)
+            return full.reshape(like.shape)
     return cut_out(matrices, full, like)
