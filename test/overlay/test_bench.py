@@ -38,10 +38,10 @@ def test_bytes_are_the_least(capsys):
     # Half of each of three pairs of matrices goes to its owner, and half comes back, in bfloat16.
     least = 2 * 2 * (32 * 64 + 64 * 64 + 64 * 32) / 1e6
     for printed, calls_of_step in (
-        # Two buckets.
-        (sharded, "1 allreduce, 4 alltoall_base"),
+        # Three buckets.
+        (sharded, "1 allreduce, 6 alltoall_base"),
         # Both ranks send whole updates.
-        (replicated, "1 allreduce, 4 broadcast"),
+        (replicated, "1 allreduce, 6 broadcast"),
     ):
         assert f"at least {least:.3f} MB" in printed
         total, times, calls = table_of(printed, "ours-1-quintic")
