@@ -62,7 +62,7 @@ def in_full(engine: Any) -> str:
     share = work[busiest] * len(work) / max(1, work.total())
     matrices = counted(len(plan.matrices), "matrix", "matrices")
     return (
-        f"{here} owns {listed(names) or 'nothing'}. {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
+        f"{here} owns {listed(names) or 'nothing'}. It shares {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
         f"with {share:.2f} times the mean work.\nBesides parameters, gradients and momentum, a step of this rank takes up to "
         f"{_memory(engine) / 2**20:.4g} MiB"
     )
