@@ -285,7 +285,8 @@ class TestMuonDescribe(OnCPU):
         owned = "layers.0" if self.rank == owner else "nothing"
         _, here, memory = muon.describe().splitlines()
         with self.everywhere():
-            self.assertEqual(here, f"Rank {self.rank} of 4 owns {owned}. {line}.")
+            begin = f"Rank {self.rank} of 4 owns {owned}. It shares"
+            self.assertEqual(here, f"{begin} {line}.")
             self.assertRegex(memory, r"takes up to [\d.e-]+ MiB$")
 
 
