@@ -130,6 +130,11 @@ class TestMuonUserFunctions(OnCPU):
         one = make_units()
         model = wrap(make_units(), True)
         config = create_auto_config(module=model)
+        (*_, last), (*_, shard) = one.parameters(), model.parameters()
+        # No optimizer has read it.
+        found = config.gather_fn(shard, 0, config.state)
+        with self.everywhere():
+            self.assertEqual(found, last, rtol=0, atol=0)
         wrap_functions(config, "gather_fn")
         pieces = {"one": one, "fsdp": model.process_group}
         inputs = partial(full, shape=(5, 9))

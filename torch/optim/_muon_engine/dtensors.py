@@ -71,7 +71,7 @@ class Reader:
         for param in params:
             param.expert = self.experts.get(param.config_index)
             self.params[param.index] = param
-        self.read_meshes([param for param in params if param.is_dtensor])
+        self.read_meshes(params)
 
     def read_meshes(self, params: Sequence[Param]) -> None:
         """Takes the facts about DTensors, and their meshes' groups. It reads no layout, so each rank has this even if it
@@ -79,8 +79,8 @@ class Reader:
         """
         placed: list[tuple[Param, DeviceMesh]] = []
         for param in params:
-            mesh = cast(DTensor, param.tensor).device_mesh
-            if mesh.get_coordinate() is not None:
+            mesh = getattr(param.tensor, "device_mesh", None)
+            if mesh is not None and mesh.get_coordinate() is not None:
                 placed.append((param, mesh))
         # Ranks may list parameters in different orders, and must meet in one mesh of several that have the same ranks.
         meshes = sorted({mesh for _, mesh in placed}, key=_order_of_mesh)
@@ -181,11 +181,8 @@ def matrices_of_dtensor(
     rank, or a local tensor of another size.
     """
     tensor = cast(DTensor, param.tensor)
-    mesh, placements, local = (
-        tensor.device_mesh,
-        tensor.placements,
-        tensor._local_tensor,
-    )
+    mesh, placements = tensor.device_mesh, tensor.placements
+    local = tensor._local_tensor
     depends_on = mesh, placements, param.flatten, for_whole_mesh, *tensor.shape
     rank, numel = process_rank(), 0
     try:
@@ -206,10 +203,10 @@ def matrices_of_dtensor(
         raise ValueError(
             f"{param.described}, placements {placements} on {mesh}: {problem}"
         ) from None
-    shape = matrix_shape(tensor.shape, param.flatten)
+    shape, placement = matrix_shape(tensor.shape, param.flatten), _in_words(tensor)
     matrices: list[Matrix] = []
     for sub, layout in known[depends_on].items():
-        matrices.append(Matrix(param, shape, layout, _in_words(tensor), sub))
+        matrices.append(Matrix(param, shape, layout, placement, sub))
     return matrices
 
 
