@@ -85,9 +85,9 @@ def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, L
             f"the process groups contradict each other: {in_words(cuts, True)} are no grid, like the dimensions of a DeviceMesh. "
             "Two of them have one rank in common"
         )
-    # Ranks of one grid may put it together in different orders.
+    # Ranks of one grid may put it together in different orders, and matrices may be cut in different orders of its ranks.
     columns: list[tuple[Ranks, Regions]] = []
-    for column in zip(*sorted(rows, key=lambda row: [holder for _, holder in row])):
+    for column in zip(*sorted(rows, key=lambda row: min(holder for _, holder in row))):
         holders = tuple(holder for _, holder in column)
         columns.append((holders, column[0][0]))
     columns.sort()
@@ -119,11 +119,13 @@ def _joined(
         raise ValueError(
             f"{where} shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension {1 - dim}"
         )
+    if dim is not None:
+        return _end_to_end(shapes, [*replicas.values()], dim)
     all_rows = [row for rows in replicas.values() for row in rows]
     held = {tuple(regions for regions, _ in row) for row in all_rows}
     # FSDP1's NO_SHARD replicates.
-    if cut.is_sharded and (dim is not None or len(held) > 1):
-        return _end_to_end(shapes, [*replicas.values()], dim)
+    if cut.is_sharded and len(held) > 1:
+        return _end_to_end(shapes, [*replicas.values()], None)
     if len(held) > 1:
         # FSDP1 cuts these replicas at other places. Each of them is orthogonalized.
         return shapes[0], replicas[rank]
@@ -138,7 +140,7 @@ def _end_to_end(
 ) -> tuple[Shape, list[Row]]:
     """Shards along ``dim`` as one."""
     rows: list[Row] = []
-    for row_of_each in zip(*replicas):
+    for row_of_each in zip(*replicas, strict=True):
         start, shards = 0, []
         for shape, row in zip(shapes, row_of_each):
             for regions, holder in row:
