@@ -30,6 +30,6 @@ The vocabulary, in the order of the data:
 
 The modules, in the order of the data: ``dtensors``, ``groups`` (with ``joins``, ``tp_dims`` and ``fsdp1``) read which
 matrices ``params`` have, and where they are, in the terms of ``regions``. ``plan`` makes buckets and exchanges of that,
-and ``step`` runs them, with ``inputs``, ``fitting`` and ``statuses``. ``engine`` builds all of it together with the other ranks, by ``agreement``.
-``functions`` is the step through functions of the user. Imports go one way.
+and ``step`` runs them, with ``inputs``, ``fitting`` and ``statuses``. ``engine`` builds all of it together with the other
+ranks, by ``agreement``. ``functions`` is the step through functions of the user. Imports go one way.
 """

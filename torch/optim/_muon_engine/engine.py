@@ -95,7 +95,8 @@ class Engine:
         # The assignment computes with tensors, which must be real in a dry run, too.
         with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
             self._build(before, check_all)
-        self.ordered = self._in_common_order()
+        # In the order of all ranks: experts last, by their ids.
+        self.ordered = sorted(params, key=lambda param: param.place_of_expert)
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
@@ -234,10 +235,6 @@ class Engine:
                 own_error = error
             agree(meetings, own_error)
         runner.connect()
-
-    def _in_common_order(self) -> list[Param]:
-        """The parameters in the order of all ranks: experts last, by their ids."""
-        return sorted(self.params, key=lambda param: param.place_of_expert)
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -426,7 +423,7 @@ class Engine:
 
 
 def _device_index(params: Sequence[Param]) -> int | None:
-    """The index of the accelerator that has the parameters; None if there is none."""
+    """The index of the accelerator that has the parameters; None for parameters on no accelerator."""
     if not torch.accelerator.is_available():
         return None
     for param in params:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from .config import DistributedConfig
 from .dtensors import Reader
-from .plan import assign_owners
 from .params import Matrix, Param
+from .plan import assign_owners
 from .process_groups import counters_of, process_rank
 
 

@@ -126,7 +126,7 @@ def _replicated(tensor: DTensor) -> Sequence[Placement]:
 
 
 def redistributions(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
-    """What collectives must bring to the placements of ``param``, in words; "" for nothing. A ``momentum`` of None fits."""
+    """The tensors that collectives must bring to the placements of ``param``, in words; "" without any. A ``momentum`` of None fits."""
     moved: list[str] = []
     for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
         if isinstance(tensor, DTensor) and not is_placed_like(param, tensor):

@@ -88,7 +88,7 @@ class GroupsReader(Reader):
         self.tp_dims.check(param)
 
     def _check_indices(self, count: int) -> None:
-        """Raises ValueError if a dict of the config names a parameter that is none of ``count``."""
+        """Raises ValueError if a dict of the config names a parameter that is not one of ``count``."""
         dicts = {"expert_assignments": self.experts}
         if "tp" in self.shared:
             dicts["tp_dim_per_param"] = self.tp_dims.by_index or {}

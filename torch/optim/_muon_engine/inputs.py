@@ -96,8 +96,8 @@ class ParamInputs:
             self._add_up(formulas)
 
     def _add_up(self, formulas: Any) -> None:
-        """Takes the gradient into momentum. What is to be orthogonalized becomes the sum of what the ranks contribute, as
-        if it were momentum without a gradient. One contribution takes the update of the sum. The others only decay.
+        """Takes the gradient into momentum. The owner gets the sum of all contributions, as if it were momentum without a
+        gradient. One contribution takes the update of the sum. The others only decay.
         """
         tensor, blended = self.param.tensor, self.momentum
         if self.gradient is not None:

@@ -70,7 +70,7 @@ def ranks_of(mesh):
 
 
 def on(dims, *placements, **options):
-    """DTensors on the mesh of all ranks, which has so many dimensions."""
+    """DTensors on a mesh of ``dims`` dimensions with all ranks."""
     return lambda shapes: on_mesh(grid(dims), placements, shapes, **options)
 
 
