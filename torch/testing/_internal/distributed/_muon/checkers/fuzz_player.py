@@ -171,7 +171,8 @@ class DrawnTwins(Twins):
                 problems += too_much(self, recorder)
         if problems:
             raise AssertionError(f"{problems}")
-        self.single.step()
+        with NewtonSchulzCalls():
+            self.single.step()
 
     # Between steps:
 
