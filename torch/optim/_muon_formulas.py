@@ -26,6 +26,8 @@ from .optimizer import _to_scalar
 _BATCH_BYTES = 64 * 1024**2
 # On accelerators, symmetric products are launched more often, which takes the host longer for small batches.
 _SYMMETRIC_BATCH_BYTES = 128 * 1024**2
+# A cache of a CPU holds the matrices or regions of this many bytes that it works on at once.
+CACHE_BYTES = 256 * 1024
 ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
@@ -185,11 +187,10 @@ class MuonFormulas(NamedTuple):
 
     def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""
-        if len(grads) > 1 and not grads[0].is_cpu:
+        if len(grads) == 1:
+            bufs[0].lerp_(grads[0], 1 - self.momentum)
+        else:
             torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
-            return
-        for buf, grad in zip(bufs, grads):
-            buf.lerp_(grad, 1 - self.momentum)
 
     def accumulate_and_blend(
         self,
@@ -283,20 +284,22 @@ class MuonFormulas(NamedTuple):
                     part.copy_(update.view(part.shape))
 
     def _replace_by_updates(self, matrices: Tensor) -> None:
+        if self._takes_batches(matrices.device) and len(matrices) > 1:
+            self.orthogonalize(matrices, out=matrices)
+            return
         # One matrix has the bits of the default.
-        if len(matrices) == 1:
-            matrices = matrices[0]
-        self.orthogonalize(matrices, out=matrices)
+        for matrix in matrices.unbind():
+            self.orthogonalize(matrix, out=matrix)
+
+    def _takes_batches(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self.foreach is None else self.foreach
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
-        """How many matrices of ``shape`` go into one batch."""
-        takes_batches = device.type != "cpu"
-        if self.foreach is not None:
-            takes_batches = self.foreach
-        if not takes_batches:
-            return 1
+        """How many matrices of ``shape`` go into memory together."""
         most_bytes = _BATCH_BYTES
-        if device.type != "cpu" and self.ns_algorithm != "quintic":
+        if not self._takes_batches(device):
+            most_bytes = CACHE_BYTES
+        elif device.type != "cpu" and self.ns_algorithm != "quintic":
             most_bytes = _SYMMETRIC_BATCH_BYTES
         return max(1, most_bytes // max(1, math.prod(shape) * NS_DTYPE.itemsize))
 

@@ -58,6 +58,14 @@ class Problem(NamedTuple):
         return cls(kind, text)
 
 
+def with_complements(values: Sequence[int], tables: int = 1) -> Tensor:
+    """The bytes that a rank sends in ``tables``, with their complements; zeros for those without an opinion."""
+    flat = torch.zeros(tables * BYTES, dtype=torch.uint8, device="cpu")
+    flat[: len(values)] = torch.tensor([*values], dtype=torch.uint8, device="cpu")
+    complements = torch.where(flat == 0, 0, 255 - flat)
+    return torch.stack([flat.view(-1, BYTES), complements.view(-1, BYTES)], 1)
+
+
 def differences(reduced: Tensor) -> Tensor:
     """Which bytes ranks have different opinions of, from reduced tables of shape (tables, 2, bytes)."""
     largest, complements = reduced.short().unbind(1)
@@ -107,15 +115,12 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     """The problem of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
     fields = [signature.fields for signature in meeting.signatures]
     digest = hashlib.sha256(repr(fields).encode()).digest()
-    values = torch.zeros(BYTES, dtype=torch.uint8, device="cpu")
-    values[: len(digest)] = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
-    values[-1] = problem is not None
-    table = torch.stack([values, 255 - values])[None]
+    has_problem = problem is not None
+    table = with_complements(bytes([1 + has_problem, *digest]))
     table = table.to(device_of_group(meeting.groups[0]))
     for group in meeting.groups:
         dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    reduced = table.cpu()
-    if not differences(reduced).any() and not reduced[0, 0, -1]:
+    if not has_problem and not differences(table).any():
         return None
     own = problem, list(meeting.signatures)
     answers = gathered_along(meeting.groups, own)

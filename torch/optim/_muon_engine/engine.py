@@ -349,8 +349,7 @@ class Engine:
                 "this Muon cannot be trusted since a step failed: parameters and momentum of the ranks may not belong "
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
-        if self._runner is not None and self._runner.is_unread:
-            self.synchronize()
+        self.synchronize()
         # Whether, after an error here, the other ranks may move parameters in this step: once the statuses are on their
         # way, unless all ranks wait for them and hear of the problem.
         others_may_go_on = False

@@ -99,31 +99,27 @@ def users_functions(config: DistributedConfig) -> list[str]:
 def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
     """A new reader; None if the user wrote the config from scratch, or for another framework."""
     is_elsewhere = "rank" in config.state and not dist.is_initialized()
-    engine_moves_nothing = len(users_functions(config)) == 2
-    if not _is_read_here(config.state) or (is_elsewhere and engine_moves_nothing):
+    if is_elsewhere and len(users_functions(config)) == 2:
         return None
     return _new_reader(config.state, takes_stacks)
 
 
 def _reader(state: dict[str, Any]) -> Reader:
-    if READER not in state:
-        if not _is_read_here(state):
-            raise RuntimeError("a factory's functions need the state of their config")
-        state[READER] = _new_reader(state)
-    return state[READER]
+    reader = state.get(READER) or _new_reader(state)
+    if reader is None:
+        raise RuntimeError("a factory's functions need the state of their config")
+    state[READER] = reader
+    return reader
 
 
-def _is_read_here(state: Mapping[str, Any]) -> bool:
-    """Whether a config's ``state`` is a factory's, so that a reader knows where its parameters are."""
-    return state.get("reader") in ("dtensor", "process_groups")
-
-
-def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
-    if state["reader"] == "process_groups":
+def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | None:
+    """A reader for a factory's ``state``; None for another one."""
+    kind = state.get("reader")
+    if kind == "process_groups":
         from .groups import GroupsReader
 
         return GroupsReader(state, takes_stacks)
-    return Reader()
+    return Reader() if kind == "dtensor" else None
 
 
 def choose_owners(

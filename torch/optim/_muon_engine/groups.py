@@ -250,19 +250,19 @@ class OwnParts:
         placed = dict(zip(map(group_ranks, mesh.get_all_groups()), tensor.placements))
         for kind in self._shared.keys() & {"fsdp", "tp"}:
             ranks = group_ranks(self._shared[kind])
-            is_on_mesh = ranks in placed
-            dim = getattr(placed.get(ranks), "dim", None)
+            placement = placed.get(ranks)
+            dim = getattr(placement, "dim", None)
             along, agrees = "", dim is not None
             if kind == "tp":
-                config_dim = self._tp_dims.of_plain(matrix.param)
-                if is_on_mesh:
-                    config_dim = self._tp_dims.of(matrix.param)
+                config_dim = self._tp_dims.of(matrix.param)
+                if placement is None:
+                    config_dim = self._tp_dims.of_plain(matrix.param)
                 if config_dim is None:
                     continue  # The user says nothing about it.
                 along = f" along dimension {config_dim}"
                 agrees = dim == config_dim % tensor.ndim
-            if not is_on_mesh or not agrees:
-                actual = placed.get(ranks, f"on {mesh}")
+            if not agrees:
+                actual = placement or f"on {mesh}"
                 problems.append(
                     f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
                 )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import BYTES, differences, gathered_along
+from .agreement import BYTES, differences, gathered_along, with_complements
 from .flights import InFlight
 from .inputs import Status, StepInputs
 from .params import Matrix, shared_name
@@ -88,15 +88,10 @@ class Statuses(InFlight):
         tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
         self._own = torch.zeros(tables, 2, BYTES, dtype=torch.uint8, device="cpu")
         self._table = torch.zeros_like(self._own, device=device)
-        self._host = self._table
+        pins = device.type != "cpu" and torch.accelerator.is_available()
+        self._host = torch.zeros_like(self._own, pin_memory=pins)
         self._copied: torch.Event | None = None
-        self._has_host_copy = device.type != "cpu"
-        if self._has_host_copy:
-            pins = torch.accelerator.is_available()
-            self._host = torch.zeros_like(self._own, pin_memory=pins)
         self._identity = _identity(serial, matrices)
-        # Fake tensors have no values.
-        self._is_dry_run = is_dry_run()
         # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
@@ -122,19 +117,12 @@ class Statuses(InFlight):
                 values += self._all_present
             else:
                 values += bytes(inputs.status(matrix) for matrix in self.matrices)
-        flat = torch.zeros(len(self._own) * BYTES, dtype=torch.uint8, device="cpu")
-        given = torch.tensor([*values], dtype=torch.uint8, device="cpu")
-        flat[: len(values)] = given
-        opinions = flat.view(-1, BYTES)
-        self._own[:, 0] = opinions
-        self._own[:, 1] = torch.where(opinions == 0, 0, 255 - opinions)
-        if self._has_host_copy:
-            # The last result was read, so this memory is free. A copy from it does not wait.
-            self._host.copy_(self._own)
-            self._table.copy_(self._host, non_blocking=True)
-        else:
-            self._table.copy_(self._own)
-        self._is_unread = self._is_on_device = True
+        self._own.copy_(with_complements(values, len(self._own)))
+        # The last result was read, so this memory is free. A copy from it does not wait.
+        self._host.copy_(self._own)
+        self._table.copy_(self._host, non_blocking=True)
+        # Fake tensors have no values.
+        self._is_unread = self._is_on_device = not is_dry_run()
         self.reduce()
 
     def reduce(self) -> None:
@@ -169,7 +157,7 @@ class Statuses(InFlight):
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
         ``inputs`` of a step at whose start all ranks of the group wait, they tell each other more if they differ.
         """
-        if not self._is_unread or self._is_dry_run:
+        if not self._is_unread:
             return ""
         self._is_unread = False
         self._fetch()
@@ -266,8 +254,7 @@ class Statuses(InFlight):
 
     def finish(self) -> None:
         """Ends a step that has moved its matrices. On accelerators, the result goes to the host meanwhile."""
-        if self._is_on_device:
-            self._fetch()
+        self._fetch()
         self.awaits = bool(self._replicated) or self.device.type == "cpu"
 
     def _fetch(self) -> None:
@@ -275,12 +262,13 @@ class Statuses(InFlight):
         not the host: neither for it nor for the copy.
         """
         self.wait()
-        is_on_device, self._is_on_device = self._is_on_device, False
-        if is_on_device and self._has_host_copy and not self._is_dry_run:
+        if self._is_on_device:
+            self._is_on_device = False
             self._host.copy_(self._table, non_blocking=True)
-            # An event alone would record on the current device, which may be another one.
-            stream = torch.accelerator.current_stream(self.device)
-            self._copied = stream.record_event(self._copied)
+            if self._table.device.type != "cpu":
+                # An event alone would record on the current device, which may be another one.
+                stream = torch.accelerator.current_stream(self._table.device)
+                self._copied = stream.record_event(self._copied)
 
 
 def _digits(number: int) -> bytes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import ProcessGroup
 
+from .._muon_formulas import CACHE_BYTES
 from .._newton_schulz import NS_DTYPE
 from .flights import drain, InFlight
 from .inputs import StepInputs
@@ -55,8 +56,6 @@ class Progress:
 class Runner:
     """The steps of an engine, in which ranks do not tell each other how they differ."""
 
-    # Whether the differences of the last step are still to be read.
-    is_unread = False
     # Whether ranks know how they differ before anything moves.
     awaits_statuses = False
 
@@ -236,18 +235,16 @@ class PackedStep(Runner):
 
     def _params_sent_whole(self) -> set[int]:
         """The indices of the parameters of which this rank blends all that it stores, in regions without gaps."""
-        whole: set[int] = set()
+        sent: set[Matrix] = set()
         others: set[int] = set()
         for flight in self.buckets:
             bucket = flight.bucket
-            gaps: set[Matrix] = set()
-            blended: set[Matrix] = set()
             for matrix, region in (*bucket.exchange.outgoing, *bucket.kept):
-                (blended if region.is_contiguous else gaps).add(matrix)
-            for matrix in bucket.matrices:
-                is_whole = matrix in blended - gaps and not matrix.param.is_sum
-                (whole if is_whole else others).add(matrix.index)
-        return whole - others
+                sent.add(matrix)
+                if matrix.param.is_sum or not region.is_contiguous:
+                    others.add(matrix.index)
+            others.update(m.index for m in bucket.matrices if m not in sent)
+        return {matrix.index for matrix in sent} - others
 
     @property
     def _is_cpu(self) -> bool:
@@ -259,7 +256,6 @@ class PackedStep(Runner):
         shared = [matrix for each in self.statuses for matrix in each.matrices]
         self.progress.now = "statuses", shared
         self.awaits_statuses = all(each.awaits for each in self.statuses)
-        self.is_unread = not self.awaits_statuses
         # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
         # gradient may be of a matrix that no other rank has.
         has_problem = bool(inputs.problems) if inputs is not None else not has_changed
@@ -275,7 +271,6 @@ class PackedStep(Runner):
         return text
 
     def mismatch(self) -> str:
-        self.is_unread = False
         texts = [each.difference() for each in self.statuses]
         return "; ".join(filter(None, texts))
 
@@ -504,12 +499,8 @@ class PackedStep(Runner):
         kind_of: Callable[[int], Hashable],
         inputs: StepInputs,
     ) -> Iterator[list[int]]:
-        """The places of ``moves`` whose regions one foreach call takes: on accelerators, up to ``TOGETHER_BYTES`` of one kind."""
-        if self._is_cpu:
-            # One region after another, while it is in the cache.
-            for place in range(len(moves)):
-                yield [place]
-            return
+        """The places of ``moves`` whose regions one foreach call takes: of one kind, and few enough bytes."""
+        most = CACHE_BYTES if self._is_cpu else TOGETHER_BYTES
         alike: dict[Hashable, list[int]] = {}
         for place in range(len(moves)):
             alike.setdefault(kind_of(place), []).append(place)
@@ -519,13 +510,13 @@ class PackedStep(Runner):
                 # All regions in one launch, which needs no memory of its own.
                 yield places
                 continue
-            room, chunk = TOGETHER_BYTES, []
+            room, chunk = most, []
             for place in places:
                 matrix, region = moves[place]
                 nbytes = region.numel * matrix.param.traits.momentum_dtype.itemsize
                 if chunk and nbytes > room:
                     yield chunk
-                    room, chunk = TOGETHER_BYTES, []
+                    room, chunk = most, []
                 chunk.append(place)
                 room -= nbytes
             yield chunk
