@@ -29,7 +29,7 @@ if dist.is_available():
         Replicate,
         Shard,
     )
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.tensor.placement_types import _StridedShard, Placement
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -126,6 +126,17 @@ class TestFakeRanks(MuonTestCase):
         self.assertIn("busiest", page)
         # A user can read it.
         self.assertLess(len(page.splitlines()), 40)
+
+    def test_uneven_fsdp_over_tp(self):
+        """FSDP cuts what TP has left: of nine rows, the last one is with the last rank."""
+        self.as_rank(7, 8)
+        mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2))
+        placements = _StridedShard(0, split_factor=2), Shard(0)
+        size = {"shape": torch.Size((9, 8)), "stride": (8, 1)}
+        row = DTensor.from_local(
+            torch.ones(1, 8), mesh, placements, run_check=False, **size
+        )
+        Muon([nn.Parameter(row)], distributed_config="auto")
 
     def test_refused_dtensors(self):
         class Unknown(Placement):

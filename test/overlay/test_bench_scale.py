@@ -32,7 +32,7 @@ def step_of(case, gpu, prefetch=1):
     """The step of rank 0."""
     matrices = matrices_of(case)
     owners = plan.assign_owners(matrices)
-    return Step(plan.make_plan(matrices, owners, 0, prefetch), 0, gpu)
+    return Step(plan.make_plan(owners, 0, prefetch), 0, gpu)
 
 
 @pytest.mark.parametrize(

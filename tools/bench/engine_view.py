@@ -32,7 +32,7 @@ def least_bytes(optimizer: Muon) -> int:
     """
     plan = optimizer._engine.plan
     elements = 0
-    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+    for matrix, owner in plan.owners.items():
         kept = matrix.layout.numel_of(owner)
         updates = len(matrix.layout.grid) * matrix.numel
         elements += matrix.numel - kept + updates - kept

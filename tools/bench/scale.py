@@ -182,7 +182,7 @@ class Step:
         self.link_is_free = 0.0
         self.arrives: dict[int, float] = {}
         self.received = 0
-        self.owner_of = dict(zip(plan.matrices, plan.owners))
+        self.owners = plan.owners
         for phase, index in plan.operations:
             self.play(phase, index, plan.buckets[index])
 
@@ -224,7 +224,7 @@ class Step:
     def busiest_seconds(self, bucket: Bucket) -> float:
         work: Counter[int] = Counter()
         for matrix in bucket.matrices:
-            work[self.owner_of[matrix]] += matrix.flops
+            work[self.owners[matrix]] += matrix.flops
         return max(work.values()) / self.gpu.flops
 
     def transfer(self, index: int, inward: Sizes, outward: Sizes = ()) -> None:
@@ -269,12 +269,12 @@ def row_of(name: str, case: Case, gpu: GPU, prefetch: int = 1) -> list[str]:
     matrices = matrices_of(case)
     owners = assign_owners(matrices)
     work: Counter[int] = Counter()
-    for matrix, owner in zip(matrices, owners):
+    for matrix, owner in owners.items():
         work[owner] += matrix.flops
     ((rank, most),) = work.most_common(1)
     is_flat = case.layout in ("fsdp", "ddp")
     mesh = f"{case.world}" if is_flat else f"{case.outer} x {case.inner}"
-    plan = make_plan(matrices, owners, rank, prefetch)
+    plan = make_plan(owners, rank, prefetch)
     step = Step(plan, rank, gpu)
     flops = 6 * case.model.active_numel * case.model.tokens / case.world
     rest = flops / (gpu.peak_flops * gpu.training_utilization)

@@ -51,16 +51,16 @@ def in_full(engine: Any) -> str:
         return f"{here}. The user's functions exchange matrices; assignments has the owners"
     plan = engine.plan
     work: Counter[int] = Counter()
-    for layout in {matrix.layout for matrix in plan.matrices}:
+    for layout in {matrix.layout for matrix in plan.owners}:
         work.update(dict.fromkeys(layout.ranks, 0))
     names: list[str] = []
-    for matrix, owner in zip(plan.matrices, plan.owners):
+    for matrix, owner in plan.owners.items():
         work[owner] += matrix.flops
         if owner == engine.rank:
             names.append(matrix.name or matrix.described)
     busiest = max(work, key=lambda rank: work[rank], default=engine.rank)
     share = work[busiest] * len(work) / max(1, work.total())
-    matrices = counted(len(plan.matrices), "matrix", "matrices")
+    matrices = counted(len(plan.owners), "matrix", "matrices")
     return (
         f"{here} owns {listed(names) or 'nothing'}. It shares {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
         f"with {share:.2f} times the mean work.\nBesides parameters, gradients and momentum, a step of this rank takes up to "
@@ -118,7 +118,7 @@ class Hints:
         # The indices of parameters that this rank speaks for. A rank with an empty shard may have no gradient, and neither
         # may an expert that no token was routed to.
         self._watched: set[int] = set()
-        for matrix in engine.plan.matrices:
+        for matrix in engine.plan.owners:
             ranks = matrix.layout.ranks
             speaker = ranks[0] if len(ranks) > 1 else 0
             if engine.rank == speaker and matrix.param.expert is None:

@@ -29,16 +29,16 @@ from .local import device_of, fitting_part, traits_of
 from .params import (
     drop_misshapen_momentum,
     inherit_momentum,
-    Lineage,
     Matrix,
     Param,
     Replacement,
     States,
+    take_places,
 )
-from .plan import make_plan, Plan
+from .plan import make_plan, Owners, Plan
 from .process_groups import counters_of, grid_groups, GridGroups, listed
 from .regions import Grid, ranks_of
-from .step import PackedStep, Runner
+from .step import PackedStep
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -63,6 +63,8 @@ class Engine:
         self.config = copy.copy(config)
         self._config_of_user = config
         self.params = params
+        # Those that a step or a checkpoint saw last.
+        self.seen = params
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -72,17 +74,15 @@ class Engine:
         # By grid: the groups of this rank's row and column, and the number of this optimizer among those over the grid.
         self.groups: dict[Grid, GridGroups] = {}
         self._serials: dict[Grid, int] = {}
-        self._runner: Runner | None = None
+        self._runner: Any = None
         replaced: list[Replacement] = []
         if former is None:
             self.reader = reader_of(config, takes_stacks)
-            self._lineage = Lineage(params, {})
         else:
-            replaced = self._continue(former)
-        for param in params:
-            index = param.config_index if former is None else -1
-            indices = self._lineage.config_indices
-            param.config_index = indices.setdefault(param.tensor, index)
+            self.reader = copy.copy(former.reader)
+            self.steps, self.failure = former.steps, former.failure
+            # The parameters that took the places of others.
+            replaced = take_places(former.seen, params)
         before = {param.tensor for param in (former or self).params}
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         device_index = _device_index(params)
@@ -111,15 +111,6 @@ class Engine:
         if self.is_packed and self.device.type != "cpu" and not is_meta:
             self._connect(device_index)
 
-    def _continue(self, former: "Engine") -> list[Replacement]:
-        """Takes what ``former`` knew. Returns the parameters that took the places of others."""
-        self.reader = copy.copy(former.reader)
-        self.steps = former.steps
-        self.failure = former.failure
-        seen, indices = former._lineage.seen, former._lineage.config_indices
-        self._lineage = Lineage(seen, dict(indices))
-        return self._lineage.take_places(self.params)
-
     def _build(self, before: set[Tensor], check: Callable[[], None]) -> None:
         """Makes the plan together with the other ranks. They compare which parameters are not among those ``before`` a
         change, so that all replace the same ones. All of them raise an error of ``check``.
@@ -130,8 +121,7 @@ class Engine:
             config.check()
             _, self.assignments = self._assigned([])
             return
-        matrices: list[Matrix] = []
-        owners: Sequence[int] = ()
+        owners: Owners = {}
         device_type = ""
         own_error = None
         try:
@@ -144,7 +134,6 @@ class Engine:
             own_error = error
         agree(self._meetings(reader, before, device_type), own_error)
         self.plan = make_plan(
-            matrices,
             owners,
             self.rank,
             config.prefetch_count,
@@ -161,7 +150,7 @@ class Engine:
 
     def _assigned(
         self, matrices: Sequence[Matrix]
-    ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]]:
+    ) -> tuple[Owners, Mapping[int, Sequence[int]]]:
         """The owner of each matrix, and the parameters of each owner."""
         if self.reader is not None:
             describe_state(self.reader, self.config.state)
@@ -240,7 +229,7 @@ class Engine:
     def matrix_owners(self) -> dict[tuple[int, int], int]:
         """(Parameter index, matrix in it) -> the global rank that owns it. The parts of a fused weight are matrices."""
         owners: dict[tuple[int, int], int] = {}
-        for matrix, owner in zip(self.plan.matrices, self.plan.owners):
+        for matrix, owner in self.plan.owners.items():
             parts = max(1, len(matrix.split.sizes))
             for part in range(parts):
                 owners[matrix.index, matrix.sub * parts + part] = owner
@@ -297,7 +286,9 @@ class Engine:
                 param = self.params[at]
                 if param.tensor is not tensor or param.param_group != param_group:
                     return False
-                if param.traits != traits_of(tensor) or param.form != form:
+                if param.traits != traits_of(tensor):
+                    return False
+                if (param.split, param.flatten) != form:
                     return False
                 at += 1
         return at == len(self.params)
@@ -315,12 +306,12 @@ class Engine:
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
-        replaced = self._lineage.take_places(params)
+        replaced = take_places(self.seen, params)
+        self.seen = params
         self._warn_about_restarted(inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
-        matrices = self.plan.matrices
-        first = min((m.layout.ranks[0] for m in matrices), default=0)
+        first = min((m.layout.ranks[0] for m in self.plan.owners), default=0)
         # One of the ranks that share matrices speaks for them.
         if described and self.rank == first:
             warnings.warn(

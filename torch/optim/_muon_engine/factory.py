@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .config import DistributedConfig
 from .dtensors import Reader
 from .params import Matrix, Param
-from .plan import assign_owners
+from .plan import assign_owners, Owners
 from .process_groups import counters_of, process_rank
 
 
@@ -124,14 +124,14 @@ def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader 
 
 def choose_owners(
     param_count: int, matrices: Sequence[Matrix]
-) -> tuple[list[int], dict[int, list[int]]]:
+) -> tuple[Owners, dict[int, list[int]]]:
     """One owner for each matrix, and the parameter indices of each rank that shares one with this rank."""
     owners = assign_owners(matrices, lambda grid: counters_of(grid).first_owner)
     sharing = {matrix.layout.ranks for matrix in matrices}
     owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
     owner_of: dict[int, int] = {}
-    for matrix, owner in zip(matrices, owners, strict=True):
+    for matrix, owner in owners.items():
         owner_of.setdefault(matrix.index, owner)
     for index in range(param_count):
         owned.setdefault(owner_of.get(index, process_rank()), []).append(index)

@@ -19,8 +19,9 @@ from .factory import lent, MATRICES, READER, STEP
 from .local import is_dtensor, like_param, local_part, takes_update
 from .inputs import StepInputs
 from .params import Matrix, matrix_shape, Param
+from .plan import Owners
 from .process_groups import listed, spanning_group
-from .step import Runner
+from .step import Progress
 
 
 def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
@@ -38,7 +39,7 @@ def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
 
 def call_assign_fn(
     engine: Any, matrices: Sequence[Matrix]
-) -> tuple[list[int], dict[int, list[int]]]:
+) -> tuple[Owners, dict[int, list[int]]]:
     """The owner of each matrix, and the parameters of each owner, as the user's ``assign_fn`` says. Raises AssertionError
     unless each index has one rank, ValueError if that lacks a piece.
     """
@@ -75,39 +76,50 @@ def call_assign_fn(
         raise AssertionError(
             f"assign_fn must give each of parameters 0 to {len(params) - 1} to exactly one rank; {'; '.join(problems)}"
         )
-    owners: list[int] = []
+    owners: dict[Matrix, int] = {}
     for matrix in matrices:
         owner, ranks = owner_of[matrix.index], matrix.layout.ranks
         if owner not in ranks:
             raise ValueError(
                 f"assign_fn gives {matrix.described} to rank {owner}, which holds no piece of it; ranks {list(ranks)} do"
             )
-        owners.append(owner)
+        owners[matrix] = owner
     return owners, {rank: list(owned) for rank, owned in assignments.items()}
 
 
-class FunctionStep(Runner):
+class FunctionStep:
     """Makes steps by calling ``gather_fn`` and ``redistribute_fn`` of the config for every parameter. Each rank makes the
     same calls: a parameter without a gradient, or with one that cannot be used, brings a zero piece, and its update is not
     applied. Ranks that share parameters go through them in one order: ascending, but experts last and by their ids. Nobody
     hears if ranks differ.
     """
 
+    awaits_statuses = False
+
     def __init__(self, engine: Any) -> None:
-        super().__init__()
+        self.progress = Progress()
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
         # By parameter index. Without a reader, there are no matrices.
         self._owners: dict[int, int] = {}
         for rank, owned in engine.assignments.items():
             self._owners.update(dict.fromkeys(owned, rank))
         self._matrices: dict[int, list[Matrix]] = defaultdict(list)
-        for matrix in engine.plan.matrices:
+        for matrix in engine.plan.owners:
             self._matrices[matrix.index].append(matrix)
         self._params: list[Param] = []
         for param in engine.ordered:
             is_known = bool(self._matrices[param.index]) or engine.reader is None
             if is_known and not param.frozen:
                 self._params.append(param)
+
+    def share_statuses(self, *args: Any) -> str:
+        return ""
+
+    def mismatch(self) -> str:
+        return ""
+
+    def drain(self) -> None:
+        pass
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""

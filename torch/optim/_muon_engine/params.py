@@ -36,11 +36,10 @@ class Param:
         self.config_index = index
         # The id of its expert, which the config may know.
         self.expert: int | None = None
-        # How it becomes matrices: ``split`` and ``flatten``.
-        self.form: tuple[Split, bool] = (Split(), False)
+        # How it becomes matrices.
+        self.split, self.flatten = Split(), False
         if formulas is not None:
-            self.form = formulas.form
-        self.split, self.flatten = self.form
+            self.split, self.flatten = formulas.form
         # The properties that the layout is read from. Every step compares them.
         self.traits = traits_of(tensor)
         self.frozen = self.traits.frozen
@@ -182,24 +181,17 @@ class Replacement(NamedTuple):
     inherits: bool
 
 
-@dataclass
-class Lineage:
-    """The parameters that an engine has seen, by which it finds those that take the places of others."""
-
-    # As a step or a checkpoint saw them last.
-    seen: Sequence[Param]
-    # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
-    config_indices: dict[Tensor, int]
-
-    def take_places(self, params: Sequence[Param]) -> list[Replacement]:
-        """Parameters take the indices of those whose places they took."""
-        replaced = _replaced(self.seen, params)
-        self.seen = params
-        for old, new, _ in replaced:
-            # A parameter that left may have no index.
-            if old.tensor in self.config_indices:
-                self.config_indices[new.tensor] = self.config_indices.pop(old.tensor)
-        return replaced
+def take_places(seen: Sequence[Param], params: Sequence[Param]) -> list[Replacement]:
+    """Finds which of ``params`` replace those that were ``seen`` before, and gives all of them the indices of the config's
+    dicts: -1 for later ones.
+    """
+    indices = {param.tensor: param.config_index for param in seen}
+    for param in params:
+        param.config_index = indices.get(param.tensor, -1)
+    replaced = _replaced(seen, params)
+    for old, new, _ in replaced:
+        new.config_index = old.config_index
+    return replaced
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:

@@ -5,7 +5,7 @@ the matrices.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -107,11 +107,14 @@ class Operation(NamedTuple):
         return f"{self.phase.name[0]}{self.bucket}"
 
 
-class Plan(NamedTuple):
-    """Everything that a rank does in a step. ``owners`` has the global rank that orthogonalizes each of ``matrices``."""
+# Matrix -> the global rank that orthogonalizes it.
+Owners = Mapping[Matrix, int]
 
-    matrices: Sequence[Matrix] = ()
-    owners: Sequence[int] = ()
+
+class Plan(NamedTuple):
+    """Everything that a rank does in a step."""
+
+    owners: Owners = {}
     # Those of each grid that this rank is in, in the order of all ranks.
     members: Mapping[Grid, Sequence[Matrix]] = {}
     buckets: Sequence[Bucket] = ()
@@ -119,45 +122,40 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    rank: int,
-    prefetch_count: int = 1,
-    one_at_a_time: bool = False,
+    owners: Owners, rank: int, prefetch_count: int = 1, one_at_a_time: bool = False
 ) -> Plan:
     """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
     buckets: list[Bucket] = []
     members_of: dict[Grid, list[Matrix]] = {}
-    for grid, members in by_grid(matrices).items():
-        if rank not in matrices[members[0]].layout.ranks:
+    for grid, members in by_grid(owners).items():
+        if rank not in members[0].layout.ranks:
             continue
-        members_of[grid] = [matrices[index] for index in members]
+        members_of[grid] = members
         if one_at_a_time:
-            ordered = sorted(members, key=lambda matrix: (owners[matrix], matrix))
+            ordered = sorted(members, key=lambda matrix: owners[matrix])
             together = [[matrix] for matrix in ordered]
         else:
-            together = cut_into_buckets(matrices, owners, members, prefetch_count)
+            together = cut_into_buckets(owners, members, prefetch_count)
         for number, of_bucket in enumerate(together):
-            bucket = _bucket(matrices, owners, rank, grid, number, of_bucket)
-            buckets.append(bucket)
+            buckets.append(_bucket(owners, rank, number, of_bucket))
     order = [(bucket.grid, bucket.number) for bucket in buckets]
     is_serial = one_at_a_time and prefetch_count == 0
     operations = order_of_operations(order, prefetch_count, is_serial)
-    return Plan(matrices, owners, members_of, buckets, operations)
+    return Plan(owners, members_of, buckets, operations)
 
 
-def by_grid(matrices: Sequence[Matrix]) -> dict[Grid, list[int]]:
+def by_grid(matrices: Iterable[Matrix]) -> dict[Grid, list[Matrix]]:
     """The matrices of each grid that are not frozen. Grids are in the order of all ranks."""
     # Many matrices share one layout. A grid of thousands of ranks takes long to hash.
-    of_layouts: dict[Layout, list[int]] = {}
-    for index, matrix in enumerate(matrices):
+    grids: dict[Layout, list[Matrix]] = {}
+    members: dict[Grid, list[Matrix]] = {}
+    for matrix in matrices:
         if not matrix.param.frozen:
-            of_layouts.setdefault(matrix.layout, []).append(index)
-    members: dict[Grid, list[int]] = {}
-    for layout, indices in of_layouts.items():
-        members.setdefault(layout.grid, []).extend(indices)
-    in_order = sorted(members, key=place_in_order)
-    return {grid: sorted(members[grid]) for grid in in_order}
+            layout = matrix.layout
+            if layout not in grids:
+                grids[layout] = members.setdefault(layout.grid, [])
+            grids[layout].append(matrix)
+    return {grid: members[grid] for grid in sorted(members, key=place_in_order)}
 
 
 def order_of_operations(
@@ -200,14 +198,14 @@ def order_of_operations(
 
 def assign_owners(
     matrices: Sequence[Matrix], start: Callable[[Grid], int] = lambda grid: 0
-) -> list[int]:
+) -> Owners:
     """One owner for each matrix, out of the ranks of its grid; the first one for a frozen matrix.
 
     Heaviest first, each to the row with the least work, and in it to the rank with the least work. Ties begin at place
     ``start`` of the grid. A grid counts the work of its ranks in grids that contain it. It counts no other work, in which
     its ranks differ.
     """
-    owners = [matrix.layout.ranks[0] for matrix in matrices]
+    owners = {matrix: matrix.layout.ranks[0] for matrix in matrices}
     # Grid -> the work that it gave to each of its ranks.
     given: dict[Grid, Counter[int]] = {}
     for grid, members in by_grid(matrices).items():
@@ -219,12 +217,9 @@ def assign_owners(
                     loads[rank] += work[rank]
         rows = _Rows(grid, loads, start(grid))
         own_work = given[grid] = Counter()
-        for index in sorted(
-            members, key=lambda i: (-matrices[i].flops, -matrices[i].numel)
-        ):
-            owner = rows.take(matrices[index].flops)
-            owners[index] = owner
-            own_work[owner] += matrices[index].flops
+        for matrix in sorted(members, key=lambda m: (-m.flops, -m.numel)):
+            owner = owners[matrix] = rows.take(matrix.flops)
+            own_work[owner] += matrix.flops
     return owners
 
 
@@ -258,42 +253,38 @@ class _Rows:
 
 
 def cut_into_buckets(
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    members: Sequence[int],
-    prefetch_count: int = 1,
-) -> list[list[int]]:
+    owners: Owners, members: Sequence[Matrix], prefetch_count: int = 1
+) -> list[list[Matrix]]:
     """The ``members``, which have one grid, in buckets whose owners work at the same time.
 
     A rank waits for a bucket's updates, so a bucket takes as long as its busiest owner. The first number of buckets wins
     whose sum is close to the busiest owner's own work, or else the one with the shortest sum: four, or as many as keep
     what an owner gathers within bounds, then fewer, then a few more.
     """
-    queues: dict[int, list[int]] = {}
-    heaviest_first = sorted(
-        members, key=lambda i: (-matrices[i].flops, matrices[i].shape, i)
-    )
-    for index in heaviest_first:
-        queues.setdefault(owners[index], []).append(index)
-    if len(matrices[members[0]].layout.ranks) == 1:
+    queues: dict[int, list[Matrix]] = {}
+    heaviest_first = sorted(members, key=lambda m: (-m.flops, m.shape))
+    for matrix in heaviest_first:
+        queues.setdefault(owners[matrix], []).append(matrix)
+    grid = members[0].layout.grid
+    if grid == ((grid[0][0],),):
         # There are no transfers to hide, and equal shapes form large batches.
         return [heaviest_first]
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
-    largest = max(matrices[index].numel for index in members)
-    most_gathered = max(sum(matrices[i].numel for i in q) for q in queues.values())
+    largest = max(matrix.numel for matrix in members)
+    most_gathered = max(sum(m.numel for m in queue) for queue in queues.values())
     longest = max(map(len, queues.values()))
 
-    def work_of(queue: Sequence[int]) -> int:
-        return sum(matrices[index].flops for index in queue)
+    def work_of(queue: Sequence[Matrix]) -> int:
+        return sum(matrix.flops for matrix in queue)
 
-    busiest = max(map(work_of, queues.values()))
+    busiest_first = sorted(queues.values(), key=work_of, reverse=True)
+    busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     wanted = max(fewest, min(MAX_BUCKETS, longest))
     counts = [*range(wanted, fewest - 1, -1)]
     counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
-    in_flight = buckets_in_flight(matrices[members[0]].layout.grid, prefetch_count)
-    busiest_first = sorted(queues.values(), key=work_of, reverse=True)
-    shortest: list[list[int]] = []
+    in_flight = buckets_in_flight(grid, prefetch_count)
+    shortest: list[list[Matrix]] = []
     least = math.inf
     # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices
     # fill the time of a large one.
@@ -307,18 +298,18 @@ def cut_into_buckets(
                 bound + (of_others if number % in_flight else of_first)
                 for number in range(count)
             ]
-            buckets, total = _spread(matrices, busiest_first, limits)
+            buckets, total = _spread(busiest_first, limits)
             if buckets and total < least:
                 shortest, least = buckets, total
             if least <= MAX_STRETCH * busiest:
                 return shortest
     # A bucket for each matrix of an owner always fits.
-    return shortest or _spread(matrices, busiest_first, [largest] * longest)[0]
+    return shortest or _spread(busiest_first, [largest] * longest)[0]
 
 
 def _spread(
-    matrices: Sequence[Matrix], queues: Sequence[Sequence[int]], limits: Sequence[int]
-) -> tuple[list[list[int]], int]:
+    queues: Sequence[Sequence[Matrix]], limits: Sequence[int]
+) -> tuple[list[list[Matrix]], int]:
     """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, and the work of the
     buckets' busiest owners, added up; no buckets if they do not fit.
 
@@ -326,23 +317,22 @@ def _spread(
     owners before it. A second round knows the heights of all.
     """
     count = len(limits)
-    shortest: list[list[int]] = []
+    shortest: list[list[Matrix]] = []
     least = 0
     known = [0] * count
     for _ in range(2):
-        buckets: list[list[int]] = [[] for _ in limits]
+        buckets: list[list[Matrix]] = [[] for _ in limits]
         heights = [0] * count
         for queue in queues:
             work, room = [0] * count, list(limits)
-            for index in queue:
-                numel = matrices[index].numel
-                fitting = [k for k in range(count) if room[k] >= numel]
+            for matrix in queue:
+                fitting = [k for k in range(count) if room[k] >= matrix.numel]
                 if not fitting:
                     return shortest, least
                 bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
-                buckets[bucket].append(index)
-                work[bucket] += matrices[index].flops
-                room[bucket] -= numel
+                buckets[bucket].append(matrix)
+                work[bucket] += matrix.flops
+                room[bucket] -= matrix.numel
             heights = [max(both) for both in zip(heights, work)]
         if not shortest or sum(heights) < least:
             shortest, least = [b for b in buckets if b], sum(heights)
@@ -353,20 +343,14 @@ def _spread(
 # Exchanges
 
 
-def _bucket(
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    rank: int,
-    grid: Grid,
-    number: int,
-    members: list[int],
-) -> Bucket:
+def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bucket:
     """A bucket of the matrices ``members`` as ``rank`` sees it."""
     owned_by: dict[int, list[Matrix]] = {}
-    for index in members:
-        owned_by.setdefault(owners[index], []).append(matrices[index])
-    of_bucket = [matrices[index] for index in members]
-    replica, shard = of_bucket[0].layout.place_of(rank)
+    for matrix in members:
+        owned_by.setdefault(owners[matrix], []).append(matrix)
+    layout = members[0].layout
+    grid = layout.grid
+    replica, shard = layout.place_of(rank)
     # All-to-alls go by the order of a group's ranks, which is ascending.
     row = tuple(sorted(grid[replica]))
     column = tuple(sorted(of_replica[shard] for of_replica in grid))
@@ -403,7 +387,7 @@ def _bucket(
     in_order = {peer: updates[peer] for peer in sorted(updates)}
     rounds = _rounds(in_order, rank)
     own, kept = owned_by.get(rank, []), moves(rank, rank)
-    return Bucket(grid, number, of_bucket, own, kept, exchange, rounds, row, column)
+    return Bucket(grid, number, members, own, kept, exchange, rounds, row, column)
 
 
 def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:

@@ -53,35 +53,6 @@ class Progress:
         return f"{phase} of {listed(described)}" if phase else ""
 
 
-class Runner:
-    """The steps of an engine, in which ranks do not tell each other how they differ."""
-
-    # Whether ranks know how they differ before anything moves.
-    awaits_statuses = False
-
-    def __init__(self) -> None:
-        self.progress = Progress()
-
-    def share_statuses(
-        self, step: int, inputs: StepInputs | None, has_changed: bool = False
-    ) -> str:
-        """Begins the ``step``-th step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank's
-        parameters have changed, or it raises an error and tells the others that it has a problem.
-        """
-        return ""
-
-    def run(self, inputs: StepInputs) -> None:
-        """Makes the rest of the step."""
-        raise NotImplementedError
-
-    def drain(self) -> None:
-        """After an error, waits for everything in flight."""
-
-    def mismatch(self) -> str:
-        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        return ""
-
-
 class BucketFlight(InFlight):
     """A bucket on its way: the memory that its shards and updates take in a step, and its collectives."""
 
@@ -197,7 +168,7 @@ class RoundFlight(InFlight):
         self.sent = self.received = torch.empty(0)
 
 
-class PackedStep(Runner):
+class PackedStep:
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid with several ranks, and
     ``serials`` the number of this optimizer among those over the same grid.
     """
@@ -210,10 +181,12 @@ class PackedStep(Runner):
         rank: int,
         device: torch.device,
     ) -> None:
-        super().__init__()
+        self.progress = Progress()
+        # Whether ranks know how they differ before anything moves.
+        self.awaits_statuses = False
         # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
         self._memory_device = self.device = device
-        self._owner_of = dict(zip(plan.matrices, plan.owners))
+        self._owners = plan.owners
         self.buckets: list[BucketFlight] = []
         for bucket in plan.buckets:
             flight = BucketFlight(bucket, groups[bucket.grid], rank, device)
@@ -253,6 +226,9 @@ class PackedStep(Runner):
     def share_statuses(
         self, step: int, inputs: StepInputs | None, has_changed: bool = False
     ) -> str:
+        """Begins the ``step``-th step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank's
+        parameters have changed, or it raises an error and tells the others that it has a problem.
+        """
         shared = [matrix for each in self.statuses for matrix in each.matrices]
         self.progress.now = "statuses", shared
         self.awaits_statuses = all(each.awaits for each in self.statuses)
@@ -271,10 +247,12 @@ class PackedStep(Runner):
         return text
 
     def mismatch(self) -> str:
+        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         texts = [each.difference() for each in self.statuses]
         return "; ".join(filter(None, texts))
 
     def drain(self) -> None:
+        """After an error, waits for everything in flight."""
         # The memory stays, because a failed collective may write to it.
         drain(self.statuses)
         for flight in self.buckets:
@@ -524,7 +502,7 @@ class PackedStep(Runner):
     def _log(self, phase: str, matrices: Iterable[Matrix], inputs: StepInputs) -> None:
         if log.isEnabledFor(logging.DEBUG):
             for matrix in matrices:
-                values = inputs.rank, phase, matrix.described, self._owner_of[matrix]
+                values = inputs.rank, phase, matrix.described, self._owners[matrix]
                 log.debug("rank %d: %s %s, owner %d", *values)
 
     def reserve(self, prefetch_count: int) -> None:

@@ -420,7 +420,9 @@ class Twins:
         if its is None:
             # All buffers are made in the first step, so that checkpoints are the same on all ranks.
             return mine is None or not local(mine).any()
-        if mine is None or placed(mine) != placed(param.data.to(its.dtype)):
+        if mine is None or mine.requires_grad:
+            return False
+        if placed(mine) != placed(param.data.to(its.dtype)):
             return False
         return equal(added(mine, spec), piece_of(its, spec))
 
