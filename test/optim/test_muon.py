@@ -204,14 +204,10 @@ class TestMuonCore(MuonTestCase):
         self.assertEqual(core, values.diag(), atol=0.06, rtol=0)
         self.assertTrue(0.25 < values.min() and values.max() < 1.25)
 
-    def test_scales_of_the_learning_rate(self):
-        for name, tall, wide in (
-            ("original", 2.0, 1.0),
-            ("match_rms_adamw", 0.2 * 8**0.5, 0.2 * 8**0.5),
-            ("spectral_unclamped", 2.0, 0.5),
-        ):
-            found = [ours._adjust_lr(1.0, name, shape) for shape in ((8, 2), (2, 8))]
-            self.assertEqual(found, [tall, wide])
+    def test_scale_that_older_versions_lack(self):
+        name = "spectral_unclamped"
+        found = [ours._adjust_lr(1.0, name, shape) for shape in ((8, 2), (2, 8))]
+        self.assertEqual(found, [2.0, 0.5])
 
     def test_optimizers_pickled_before_there_was_a_config(self):
         (param,), _, optimizer = self.run_steps(Muon, [(2, 3)])
@@ -233,13 +229,11 @@ class TestMuonCore(MuonTestCase):
         """Upstream's proposal calls it "standard". Ranks and checkpoints have one name."""
         other = {"ns_algorithm": "standard"}
         param = nn.Parameter(torch.ones(2, 3))
-        built, loaded, written = Muon([param], **other), Muon([param]), Muon([param])
+        built, loaded = Muon([param], **other), Muon([param])
         saved = built.state_dict()
         saved["param_groups"][0].update(other)
         loaded.load_state_dict(saved)
-        # A user may write into a group, and pickle the optimizer.
-        written.param_groups[0].update(other)
-        for optimizer in (built, loaded, pickle.loads(pickle.dumps(written))):
+        for optimizer in built, loaded:
             for group in (optimizer.defaults, *optimizer.param_groups):
                 self.assertEqual(group["ns_algorithm"], "quintic")
 

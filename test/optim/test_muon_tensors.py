@@ -79,10 +79,10 @@ class TestFakeRanks(MuonTestCase):
         dist.init_process_group("fake", store=FakeStore(), **ranks)
         self.addCleanup(dist.destroy_process_group)
 
-    def dtensor(self, mesh, *placements):
+    def dtensor(self, mesh, *placements, rows=2, **size):
         ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
         placed = DeviceMesh("cpu", ranks), placements
-        return DTensor.from_local(torch.ones(2, 8), *placed, run_check=False)
+        return DTensor.from_local(torch.ones(rows, 8), *placed, run_check=False, **size)
 
     def test_errors_outside_of_a_step(self):
         self.as_rank(0, 1)
@@ -130,12 +130,9 @@ class TestFakeRanks(MuonTestCase):
     def test_uneven_fsdp_over_tp(self):
         """FSDP cuts what TP has left: of nine rows, the last one is with the last rank."""
         self.as_rank(7, 8)
-        mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2))
         placements = _StridedShard(0, split_factor=2), Shard(0)
         size = {"shape": torch.Size((9, 8)), "stride": (8, 1)}
-        row = DTensor.from_local(
-            torch.ones(1, 8), mesh, placements, run_check=False, **size
-        )
+        row = self.dtensor((4, 2), *placements, rows=1, **size)
         Muon([nn.Parameter(row)], distributed_config="auto")
 
     def test_refused_dtensors(self):

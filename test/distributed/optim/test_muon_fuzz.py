@@ -119,10 +119,8 @@ def forms(draw, shape, tp_dim=None):
 def dtensors(draw, takes_stacks, meshes):
     mesh, shape = draw(one_of(*meshes)), draw(shapes(takes_stacks))
     gradients = None
-    if draw(rarely()):
-        # DTensor would mix up the sums of ranks that do not ascend.
-        kinds = (R, Partial()) if mesh.ascends else (R,)
-        gradients = (draw(one_of(*kinds)),) * len(mesh.sizes)
+    if mesh.ascends and draw(rarely()):
+        gradients = (draw(one_of(R, Partial())),) * len(mesh.sizes)
     placed, form = draw(placements(mesh, len(shape))), draw(forms(shape))
     return Matrix(shape, mesh, placed, gradients, draw(one_of(*DTYPES)), options=form)
 

@@ -8,7 +8,7 @@ to 255. A rank without an opinion sends zero twice. Ranks send texts only if the
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,11 +35,8 @@ _ONE_GRID = (
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 
-class Signature(NamedTuple):
-    """One rank's view of one matrix: its description, and fields in words."""
-
-    description: str
-    fields: tuple[tuple[str, str], ...]
+# One rank's view of one matrix: its description, and fields in words.
+Signature = tuple[str, Mapping[str, str]]
 
 
 class Problem(NamedTuple):
@@ -97,7 +94,7 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
     # The tensors of a dry run may be fake, but this exchange is real.
     with unset_fake_temporarily():
         for meeting in meetings:
-            described = [signature.description for signature in meeting.signatures]
+            described = [description for description, _ in meeting.signatures]
             with reaching(meeting.ranks, described):
                 found = _disagreement(meeting, problem)
             problem = problem or found
@@ -113,7 +110,7 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
 
 def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     """The problem of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
-    fields = [signature.fields for signature in meeting.signatures]
+    fields = [fields for _, fields in meeting.signatures]
     digest = hashlib.sha256(repr(fields).encode()).digest()
     has_problem = problem is not None
     table = with_complements(bytes([1 + has_problem, *digest]))
@@ -174,18 +171,19 @@ def _first_difference(
     first = everyone[0]
     for derived in (False, True):
         for rank, others in zip(ranks[1:], everyone[1:], strict=True):
-            for one, another in zip(first, others, strict=False):
-                for (name, value), (_, other) in zip(one.fields, another.fields):
+            for (described, fields), (_, its_fields) in zip(first, others):
+                for name, value in fields.items():
+                    other = its_fields.get(name)
                     if (name in DERIVED) == derived and other != value:
                         advice = _ONE_GRID if derived else _SAME_PARAMETERS
                         return (
-                            f"ranks disagree about {one.description}: {name} is {value} on rank {ranks[0]} and {other} on rank "
+                            f"ranks disagree about {described}: {name} is {value} on rank {ranks[0]} and {other} on rank "
                             f"{rank}. {advice}"
                         )
             if len(others) != len(first):
-                extra = max(first, others, key=len)[min(len(first), len(others))]
+                extra, _ = max(first, others, key=len)[min(len(first), len(others))]
                 return (
                     f"ranks disagree about the number of matrices that they share: {len(first)} on rank {ranks[0]} "
-                    f"and {len(others)} on rank {rank}; only one of them has {extra.description}"
+                    f"and {len(others)} on rank {rank}; only one of them has {extra}"
                 )
     return "ranks disagree about the parameters that they share"

@@ -198,8 +198,7 @@ class Engine:
             if param.tensor.ndim <= 2 or param.flatten:
                 # Ranks may hold different matrices of a stack.
                 fields["owner"] = str(owner_of.get(param.index))
-            signature = Signature(fact.described, tuple(fields.items()))
-            signatures.setdefault(fact.ranks, []).append(signature)
+            signatures.setdefault(fact.ranks, []).append((fact.described, fields))
         meetings: list[Meeting] = []
         for ranks, of_ranks in signatures.items():
             if len(ranks) > 1:

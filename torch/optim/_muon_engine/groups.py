@@ -65,18 +65,18 @@ class GroupsReader(Reader):
         super().__init__()
         self.takes_stacks = takes_stacks
         self.problem = ""
-        self.given: dict[str, ProcessGroup | None] = {}
+        self.given: dict[str, ProcessGroup] = {}
         # Those with several ranks, by kind.
         self.shared: dict[str, ProcessGroup] = {}
         for kind in (*KINDS, "ep"):
             group = state.get(f"{kind}_process_group")
-            # new_group() returns something else on ranks that are not in the group.
-            if group is not None and not isinstance(group, ProcessGroup):
+            if isinstance(group, ProcessGroup):
+                self.given[kind] = group
+                if kind in KINDS and group.size() > 1:
+                    self.shared[kind] = group
+            elif group is not None:
+                # new_group() returns something else on ranks that are not in the group.
                 self.problem = f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
-                group = None
-            self.given[kind] = group
-            if group is not None and kind in KINDS and group.size() > 1:
-                self.shared[kind] = group
         self.tp_dims = TPDims(state, self.shared.get("tp"))
         self.experts = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
@@ -214,7 +214,7 @@ class OwnParts:
             raise ValueError(reader.problem)
         self._tp_dims.check(param)
         self._params.append(param)
-        given = reader.given["fsdp"]
+        given = reader.given.get("fsdp")
         view = fsdp1.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
             self._add_flat(param, *view)
@@ -399,7 +399,7 @@ class OwnParts:
                 content = matrix.shape, matrix.layout.digest, cuts
                 part = Part(matrix.shape, matrix.layout, cuts)
                 parts[name] = equal.setdefault(content, part)
-        ep_group = self._reader.given["ep"]
+        ep_group = self._reader.given.get("ep")
         ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
         own: Told | None = None
         if self.error is None:

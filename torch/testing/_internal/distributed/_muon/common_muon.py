@@ -420,9 +420,8 @@ class Twins:
         if its is None:
             # All buffers are made in the first step, so that checkpoints are the same on all ranks.
             return mine is None or not local(mine).any()
-        if mine is None or mine.requires_grad:
-            return False
-        if placed(mine) != placed(param.data.to(its.dtype)):
+        expected = placed(param.data.to(its.dtype))
+        if mine is None or mine.requires_grad or placed(mine) != expected:
             return False
         return equal(added(mine, spec), piece_of(its, spec))
 
