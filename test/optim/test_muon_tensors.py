@@ -79,10 +79,10 @@ class TestFakeRanks(MuonTestCase):
         dist.init_process_group("fake", store=FakeStore(), **ranks)
         self.addCleanup(dist.destroy_process_group)
 
-    def dtensor(self, mesh, *placements, rows=2, **size):
+    def dtensor(self, mesh, *placements, **size):
         ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
         placed = DeviceMesh("cpu", ranks), placements
-        return DTensor.from_local(torch.ones(rows, 8), *placed, run_check=False, **size)
+        return DTensor.from_local(torch.ones(2, 8), *placed, run_check=False, **size)
 
     def test_errors_outside_of_a_step(self):
         self.as_rank(0, 1)
@@ -128,12 +128,12 @@ class TestFakeRanks(MuonTestCase):
         self.assertLess(len(page.splitlines()), 40)
 
     def test_uneven_fsdp_over_tp(self):
-        """FSDP cuts what TP has left: of nine rows, the last one is with the last rank."""
+        """FSDP cuts what TP has left: of 17 rows, the last two are with the last rank."""
         self.as_rank(7, 8)
-        placements = _StridedShard(0, split_factor=2), Shard(0)
-        size = {"shape": torch.Size((9, 8)), "stride": (8, 1)}
-        row = self.dtensor((4, 2), *placements, rows=1, **size)
-        Muon([nn.Parameter(row)], distributed_config="auto")
+        size = {"shape": torch.Size((17, 8)), "stride": (8, 1)}
+        strided = _StridedShard(0, split_factor=2)
+        rows = self.dtensor((4, 2), strided, Shard(0), **size)
+        Muon([nn.Parameter(rows)], distributed_config="auto")
 
     def test_refused_dtensors(self):
         class Unknown(Placement):

@@ -314,11 +314,11 @@ class MuonFormulas(NamedTuple):
         return StepSize(1 - lr * self.weight_decay, alpha, is_on_device)
 
     def apply(
-        self, params: list[Tensor], updates: list[Tensor] | None, step_size: StepSize
+        self, params: list[Tensor], updates: list[Tensor], step_size: StepSize
     ) -> None:
         """Decays and updates matrices, or pieces of matrices, of one step size. In one pass if ``fused``."""
         decay, alpha, is_on_device = step_size
-        if updates is not None and self.takes_kernels(params, updates):
+        if self.takes_kernels(params, updates):
             from ._muon_kernels import apply_updates
 
             if not is_on_device:
@@ -327,21 +327,19 @@ class MuonFormulas(NamedTuple):
             return apply_updates(params, updates, decay, alpha)
         if (len(params) == 1 or params[0].is_cpu) and not is_on_device:
             # Foreach functions of a CPU would round the numbers to a parameter's dtype.
-            for i, param in enumerate(params):
-                param.mul_(decay)
-                if updates is not None:
-                    param.add_(updates[i], alpha=alpha)
+            for param, update in zip(params, updates):
+                param.mul_(decay).add_(update, alpha=alpha)
             return
         torch._foreach_mul_(params, decay)
-        if updates is not None and is_on_device:
+        if is_on_device:
             # In float32, alpha is not rounded, and the sum only once, as by add_ with the value of alpha.
             for param, update in zip(params, updates, strict=True):
                 param.addcmul_(update.float(), alpha)
-        elif updates is not None:
-            dtype = params[0].dtype
-            if updates[0].dtype != dtype:
-                # Accelerators add mixed dtypes in one launch per tensor.
-                cast = [torch.empty_like(update, dtype=dtype) for update in updates]
-                torch._foreach_copy_(cast, updates)
-                updates = cast
-            torch._foreach_add_(params, updates, alpha=float(alpha))
+            return
+        dtype = params[0].dtype
+        if updates[0].dtype != dtype:
+            # Accelerators add mixed dtypes in one launch per tensor.
+            cast = [torch.empty_like(update, dtype=dtype) for update in updates]
+            torch._foreach_copy_(cast, updates)
+            updates = cast
+        torch._foreach_add_(params, updates, alpha=float(alpha))

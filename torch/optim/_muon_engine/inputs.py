@@ -105,7 +105,7 @@ class ParamInputs:
             (blended,) = formulas.blend([self.momentum], [self.gradient])
             if not takes_update(tensor):
                 step_size = formulas.step_size(tensor.shape[-2:], self.local.device)
-                formulas.apply([self.local], None, step_size)
+                self.local.mul_(step_size.decay)
                 self.local = torch.empty_like(self.local)
         self.gradient = None
         self.momentum = local_part(summed(like_param(tensor, blended)))
