@@ -121,12 +121,12 @@ class TestOwners(TestCase):
 
 
 class TestOrder(TestCase):
-    def order(self, *counts_of_grids, prefetch=1, is_serial=False):
+    def order(self, counts_of_grids, prefetch, is_serial):
         buckets = []
         for grid, count in counts_of_grids:
             buckets += [(grid, number) for number in range(count)]
         operations = order_of_operations(buckets, prefetch, is_serial)
-        return " ".join(map(str, operations))
+        return " ".join(f"{phase.name[0]}{bucket}" for phase, bucket in operations)
 
     def test_order(self):
         """Names begin with the phase: gather, compute, forward and apply."""
@@ -147,7 +147,7 @@ class TestOrder(TestCase):
             ),
         ):
             with self.subTest(grids=grids, prefetch=prefetch):
-                found = self.order(*grids, prefetch=prefetch, is_serial=is_serial)
+                found = self.order(grids, prefetch, is_serial)
                 self.assertEqual(found, expected)
 
     def test_each_rank_runs_a_part_of_one_order(self):

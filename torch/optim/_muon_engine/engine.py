@@ -71,9 +71,8 @@ class Engine:
         self.plan = Plan()
         # Global rank -> the indices of the parameters whose first matrix it owns.
         self.assignments: Mapping[int, Sequence[int]] = {}
-        # By grid: the groups of this rank's row and column, and the number of this optimizer among those over the grid.
+        # By grid: the groups of this rank's row and column.
         self.groups: dict[Grid, GridGroups] = {}
-        self._serials: dict[Grid, int] = {}
         self._runner: Any = None
         replaced: list[Replacement] = []
         if former is None:
@@ -140,10 +139,10 @@ class Engine:
             one_at_a_time=not config.async_gpu_parallelism,
         )
         for grid, members in self.plan.members.items():
-            if self.is_packed:
-                self.groups[grid] = grid_groups(grid, reader.candidates)
             counters = counters_of(grid)
-            self._serials[grid] = counters.optimizers
+            if self.is_packed:
+                serial = counters.optimizers
+                self.groups[grid] = grid_groups(grid, reader.candidates, serial)
             counters.optimizers += 1
             # The next optimizer's owners start where those of this one stop.
             counters.first_owner += len(members)
@@ -259,13 +258,7 @@ class Engine:
     def _make_runner(self) -> Any:
         """The step of this engine. The first call makes it."""
         if self._runner is None and self.is_packed:
-            self._runner = PackedStep(
-                self.plan,
-                self.groups,
-                self._serials,
-                self.rank,
-                self.device,
-            )
+            self._runner = PackedStep(self.plan, self.groups, self.rank, self.device)
         elif self._runner is None:
             from .functions import FunctionStep
 

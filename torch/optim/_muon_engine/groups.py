@@ -123,8 +123,7 @@ class GroupsReader(Reader):
             parts.error = error
         matrices = parts.completed(of_meshes if parts.group_of else ())
         self.candidates = [*parts.group_of.values(), *of_meshes]
-        joined = [m for m, cuts in zip(matrices, parts.cuts, strict=True) if cuts]
-        self._add_facts(joined)
+        self._add_facts(parts.joined)
         return self._taken(matrices)
 
     def _add_facts(self, matrices: Sequence[Matrix]) -> None:
@@ -173,11 +172,11 @@ class OwnParts:
             self.group_of[kind, group_ranks(group)] = group
         # Why this rank could not find its parts.
         self.error: Exception | None = None
-        # Each matrix has this rank's part as its layout.
-        self._matrices: list[Matrix] = []
-        self.cuts: list[Cuts] = []
-        # The sum of the values that this rank stores of each; 0 if it is unknown.
-        self._sums: list[float] = []
+        # Each matrix with this rank's part as its layout, how groups share it, and the sum of the values that this rank stores
+        # of it; 0 if it is unknown.
+        self._found: list[tuple[Matrix, Cuts, float]] = []
+        # Those that groups share, once the parts of all ranks are put together.
+        self.joined: list[Matrix] = []
         # Also stacks of which this rank has no matrix.
         self._params: list[Param] = []
         # Text -> the matrices that it is about.
@@ -237,8 +236,7 @@ class OwnParts:
                     groups[kind] = self._shared[kind]
         cuts = self._cuts_of(groups, {})
         matrices = matrices_of_dtensor(param, self._reader.layouts)
-        for matrix in matrices:
-            self._append(matrix, cuts)
+        self._found += [(matrix, cuts, 0.0) for matrix in matrices]
         if matrices:
             self._compare_with_groups(matrices[0], tensor)
 
@@ -357,12 +355,8 @@ class OwnParts:
             for region in matrix.layout.regions_of(process_rank()):
                 values = region.of_local(local).abs()
                 total += values.sum(dtype=torch.float64).item()
-        self._append(replace(matrix, placement=in_words(cuts)), cuts, total)
-
-    def _append(self, matrix: Matrix, cuts: Cuts, total: float = 0.0) -> None:
-        self._matrices.append(matrix)
-        self.cuts.append(cuts)
-        self._sums.append(total)
+        matrix = replace(matrix, placement=in_words(cuts))
+        self._found.append((matrix, cuts, total))
 
     def completed(self, mesh_groups: Sequence[ProcessGroup] = ()) -> list[Matrix]:
         """The matrices, with the parts of all ranks put together. All ranks of the groups raise the error of one of them,
@@ -394,18 +388,19 @@ class OwnParts:
         # Equal parts are one object, so that a message has each once.
         equal: dict[tuple, Part] = {}
         parts: dict[Name, Part] = {}
-        for name, matrix, cuts in zip(names, self._matrices, self.cuts, strict=True):
+        sums: dict[Name, float] = {}
+        for name, (matrix, cuts, total) in zip(names, self._found):
             if cuts:
                 content = matrix.shape, matrix.layout.digest, cuts
                 part = Part(matrix.shape, matrix.layout, cuts)
-                parts[name] = equal.setdefault(content, part)
+                parts[name], sums[name] = equal.setdefault(content, part), total
         ep_group = self._reader.given.get("ep")
         ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
         own: Told | None = None
         if self.error is None:
-            own = Told(parts, dict(zip(names, self._sums)), ep_ranks)
+            own = Told(parts, sums, ep_ranks)
         everyone = {member for _, ranks in order for member in ranks}
-        described = [matrix.described for matrix in self._matrices]
+        described = [matrix.described for matrix, _, _ in self._found]
         with reaching([*everyone], described):
             told = gathered_along([self.group_of[group] for group in order], own)
         if self.error is not None:
@@ -416,8 +411,8 @@ class OwnParts:
         # Equal parts on all ranks have one layout.
         layouts: dict[tuple, tuple[Shape, Layout]] = {}
         matrices: list[Matrix] = []
-        for name, matrix in zip(names, self._matrices):
-            if name not in parts:
+        for name, (matrix, cuts, _) in zip(names, self._found):
+            if not cuts:
                 matrices.append(matrix)
                 continue
             shared = (id(of_rank.parts.get(name)) for of_rank in told.values())
@@ -430,7 +425,9 @@ class OwnParts:
             for hint in hints(rank, name, told):
                 self._warnings[hint].append(matrix.described)
             shape, layout = layouts[content]
-            matrices.append(replace(matrix, shape=shape, layout=layout))
+            joined = replace(matrix, shape=shape, layout=layout)
+            self.joined.append(joined)
+            matrices.append(joined)
         return matrices
 
     def _names(self) -> list[Name]:
@@ -441,7 +438,7 @@ class OwnParts:
         for param in self._params:
             numbers[param.index] = counts[param.expert]
             counts[param.expert] += 1
-        return [(m.param.expert, numbers[m.index], m.sub) for m in self._matrices]
+        return [(m.param.expert, numbers[m.index], m.sub) for m, _, _ in self._found]
 
 
 def _has_no_other_of(group: ProcessGroup, ranks: Sequence[int]) -> bool:

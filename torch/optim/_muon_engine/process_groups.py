@@ -137,19 +137,22 @@ def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
 
 
 class GridGroups(NamedTuple):
-    """The groups of a grid in which this rank is: its row and its column; None for this rank alone."""
+    """The groups of a grid in which this rank is: its row and its column; None for this rank alone. ``serial`` is the number
+    of an optimizer among those over the grid.
+    """
 
     row: ProcessGroup | None
     column: ProcessGroup | None
+    serial: int
 
     @property
     def several(self) -> list[ProcessGroup]:
         """Those that there are. A reduction along both is a reduction over the grid."""
-        return [group for group in self if group is not None]
+        return [group for group in (self.row, self.column) if group is not None]
 
 
 def grid_groups(
-    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup]
+    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup], serial: int = 0
 ) -> GridGroups:
     """The groups of this rank's row and column: those of ``candidates`` that have these ranks, or new ones. All ranks of
     the grid must make this call, and in one order of grids.
@@ -169,7 +172,7 @@ def grid_groups(
         if len(ranks) > 1:
             group = spanning_group(tuple(sorted(ranks)), inside, shared)
         groups.append(group)
-    return GridGroups(*groups)
+    return GridGroups(*groups, serial)
 
 
 def current_device(kind: str) -> torch.device:

@@ -28,8 +28,8 @@ from .process_groups import group_ranks, GridGroups, is_dry_run, listed
 _CHANGED, _PROBLEM = 0, 1
 _STEP, _OPTIMIZER, _OPTIONS = slice(2, 7), slice(7, 12), slice(12, 17)
 _FIRST_GRADIENT = 17
-# Bytes of the head that say no and yes. Zero is no opinion.
-_NO, _YES = 1, 2
+# A byte of the head that says no, and the next one says yes. Zero is no opinion.
+_NO = 1
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
 _OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
@@ -57,15 +57,12 @@ _SOME_ABSENT = (
 
 
 class Statuses(InFlight):
-    """The side channel of a grid, to which ``rank`` belongs, for the ``matrices`` that it shares, in the order of all ranks.
-    ``serial`` is the number of this optimizer among those over the same grid.
-    """
+    """The side channel of a grid, to which ``rank`` belongs, for the ``matrices`` that it shares, in the order of all ranks."""
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
         groups: GridGroups,
-        serial: int,
         rank: int,
         device: torch.device,
     ) -> None:
@@ -91,7 +88,7 @@ class Statuses(InFlight):
         pins = device.type != "cpu" and torch.accelerator.is_available()
         self._host = torch.zeros_like(self._own, pin_memory=pins)
         self._copied: torch.Event | None = None
-        self._identity = _identity(serial, matrices)
+        self._identity = _identity(groups.serial, matrices)
         # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
@@ -107,9 +104,7 @@ class Statuses(InFlight):
         built, or its options are invalid.
         """
         self._knows_of_problem = knows_of_problem
-        values = bytearray()
-        values.append(_YES if has_changed else _NO)
-        values.append(_YES if knows_of_problem else _NO)
+        values = bytearray([_NO + has_changed, _NO + knows_of_problem])
         values += _digits(step) + _digits(self._identity)
         if inputs is not None:
             values += _digits(self._options_digest(inputs))
@@ -185,7 +180,7 @@ class Statuses(InFlight):
         # A rank without a gradient has none to move, so this is not a difference of placements.
         if gradients := self._other_gradients(differs):
             return gradients
-        has_problem = self._host[0, 0, _PROBLEM] == _YES
+        has_problem = self._host[0, 0, _PROBLEM] > _NO
         if differs[_OPTIONS].any():
             # A rank with a problem may have no inputs.
             knows_more = inputs is not None and not has_problem

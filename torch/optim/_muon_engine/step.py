@@ -169,23 +169,19 @@ class RoundFlight(InFlight):
 
 
 class PackedStep:
-    """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid with several ranks, and
-    ``serials`` the number of this optimizer among those over the same grid.
-    """
+    """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid."""
 
     def __init__(
         self,
         plan: Plan,
         groups: Mapping[Grid, GridGroups],
-        serials: Mapping[Grid, int],
         rank: int,
         device: torch.device,
     ) -> None:
         self.progress = Progress()
         # Whether ranks know how they differ before anything moves.
         self.awaits_statuses = False
-        # That of the memory, and the one whose rules a step follows. Tests tell the two apart.
-        self._memory_device = self.device = device
+        self.device = device
         self._owners = plan.owners
         self.buckets: list[BucketFlight] = []
         for bucket in plan.buckets:
@@ -200,7 +196,7 @@ class PackedStep:
         self.statuses: list[Statuses] = []
         for grid, shared in plan.members.items():
             if groups[grid].several:
-                channel = Statuses(shared, groups[grid], serials[grid], rank, device)
+                channel = Statuses(shared, groups[grid], rank, device)
                 self.statuses.insert(0, channel)
         self._sent_whole = self._params_sent_whole()
         # Those of which kernels take the gradient into momentum where they blend the two.
@@ -327,7 +323,8 @@ class PackedStep:
         for batch in self._batches(present, inputs):
             self.progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
-            self._orthogonalize(batch, own, received, inputs)
+            wholes = flight.owned.new_empty(len(batch), *batch[0].shape)
+            self._orthogonalize(batch, wholes, own, received, inputs)
         self.progress.now = "scatter", flight.matrices
         flight.start_scatter()
         if len(bucket.row) == 1:
@@ -350,16 +347,15 @@ class PackedStep:
     def _orthogonalize(
         self,
         batch: Sequence[Matrix],
+        wholes: Tensor,
         own: "ByMatrix",
         received: "ByMatrix",
         inputs: StepInputs,
     ) -> None:
-        """Puts matrices together out of this rank's ``own`` regions and those that it has ``received``, orthogonalizes them,
-        and cuts the updates into regions: those of other ranks go where the momentum was, and its own are applied, or kept
-        for the rounds.
+        """Puts matrices together in ``wholes`` out of this rank's ``own`` regions and those that it has ``received``,
+        orthogonalizes them, and cuts the updates into regions: those of other ranks go where the momentum was, and its own
+        are applied, or kept for the rounds.
         """
-        shape = len(batch), *batch[0].shape
-        wholes = torch.empty(shape, dtype=NS_DTYPE, device=self._memory_device)
         moves: list[Move] = []
         own_regions: list[Tensor] = []
         kept: list[Tensor] = []
