@@ -357,6 +357,8 @@ class Engine:
             if problem:
                 raise RuntimeError(problem)
         except BaseException as error:
+            if self._runner is not None:
+                self._runner.drain()
             if others_may_go_on:
                 self._fail(error)
             raise

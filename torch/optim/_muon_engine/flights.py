@@ -1,6 +1,7 @@
 """Collectives in flight, and their errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -50,3 +51,13 @@ class InFlight:
             f"the {name}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before "
             f"it, did not call step(), or changed its parameters alone: {error}"
         )
+
+
+def drain(flights: Iterable[InFlight]) -> None:
+    """After an error, waits for everything in flight."""
+    for flight in flights:
+        # A wait forgets a collective even if it failed.
+        while flight.works:
+            # The error that led here is the one to report.
+            with suppress(Exception):
+                flight.wait()

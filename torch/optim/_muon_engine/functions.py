@@ -118,6 +118,9 @@ class FunctionStep:
     def mismatch(self) -> str:
         return ""
 
+    def drain(self) -> None:
+        pass
+
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         engine = self.engine

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from .._muon_formulas import CACHE_BYTES
 from .._newton_schulz import NS_DTYPE
-from .flights import InFlight
+from .flights import drain, InFlight
 from .inputs import StepInputs
 from .params import Matrix
 from .plan import (
@@ -246,6 +246,13 @@ class PackedStep:
         """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
         texts = [each.difference() for each in self.statuses]
         return "; ".join(filter(None, texts))
+
+    def drain(self) -> None:
+        """After an error, waits for everything in flight."""
+        # The memory stays, because a failed collective may write to it.
+        drain(self.statuses)
+        for flight in self.buckets:
+            drain([flight, *flight.rounds])
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. DTensor's collectives for gradients come first."""
@@ -507,23 +514,27 @@ class PackedStep:
         """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
         they first exchange something. With other collectives in flight, ranks may wait for each other.
         """
-        for statuses in self.statuses:
-            statuses.reduce()
-            self._finish(statuses)
-        for flight in self.buckets:
-            flight.take_memory()
-            # A debugging backend looks for NaN in what is sent.
-            for memory in flight.held, flight.owned:
-                memory.zero_()
-            flight.start_gather()
-            self._finish(flight)
-            flight.start_scatter()
-            self._finish(flight)
-            for number, of_round in enumerate(flight.rounds):
-                flight.start_rounds(number, 1)
-                self._finish(of_round)
-                of_round.free_memory()
-            flight.free_memory()
+        try:
+            for statuses in self.statuses:
+                statuses.reduce()
+                self._finish(statuses)
+            for flight in self.buckets:
+                flight.take_memory()
+                # A debugging backend looks for NaN in what is sent.
+                for memory in flight.held, flight.owned:
+                    memory.zero_()
+                flight.start_gather()
+                self._finish(flight)
+                flight.start_scatter()
+                self._finish(flight)
+                for number, of_round in enumerate(flight.rounds):
+                    flight.start_rounds(number, 1)
+                    self._finish(of_round)
+                    of_round.free_memory()
+                flight.free_memory()
+        except BaseException:
+            self.drain()
+            raise
 
     def _finish(self, flight: InFlight) -> None:
         flight.wait()
