@@ -187,7 +187,7 @@ class TestMuonCore(MuonTestCase):
         self.assertEqual(optimizer.assignments, {})
         self.assertEqual(optimizer.current_rank, 0)
 
-    @parametrize("shape", [(64, 64), (32, 96), (96, 32), (1, 20)])
+    @parametrize("shape", [(64, 64), (96, 32), (1, 20)])
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_orthogonalization_correctness(self, shape, dtype):
         rank = min(shape)

@@ -132,8 +132,8 @@ class TestFakeRanks(MuonTestCase):
         self.as_rank(7, 8)
         size = {"shape": torch.Size((17, 8)), "stride": (8, 1)}
         strided = _StridedShard(0, split_factor=2)
-        rows = self.dtensor((4, 2), strided, Shard(0), **size)
-        Muon([nn.Parameter(rows)], distributed_config="auto")
+        rows = nn.Parameter(self.dtensor((4, 2), strided, Shard(0), **size))
+        Muon([rows], distributed_config="auto")
 
     def test_refused_dtensors(self):
         class Unknown(Placement):

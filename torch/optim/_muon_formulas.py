@@ -287,7 +287,7 @@ class MuonFormulas(NamedTuple):
         if self._takes_batches(matrices.device) and len(matrices) > 1:
             self.orthogonalize(matrices, out=matrices)
             return
-        # One matrix has the bits of the default.
+        # One by one, matrices have the bits of the default.
         for matrix in matrices.unbind():
             self.orthogonalize(matrix, out=matrix)
 
@@ -298,7 +298,8 @@ class MuonFormulas(NamedTuple):
         """How many matrices of ``shape`` go into memory together."""
         most_bytes = _BATCH_BYTES
         if not self._takes_batches(device):
-            most_bytes = CACHE_BYTES
+            # A GPU may round a product by the address of its factors.
+            most_bytes = CACHE_BYTES if device.type == "cpu" else 0
         elif device.type != "cpu" and self.ns_algorithm != "quintic":
             most_bytes = _SYMMETRIC_BATCH_BYTES
         return max(1, most_bytes // max(1, math.prod(shape) * NS_DTYPE.itemsize))
@@ -333,7 +334,7 @@ class MuonFormulas(NamedTuple):
         torch._foreach_mul_(params, decay)
         if is_on_device:
             # In float32, alpha is not rounded, and the sum only once, as by add_ with the value of alpha.
-            for param, update in zip(params, updates, strict=True):
+            for param, update in zip(params, updates):
                 param.addcmul_(update.float(), alpha)
             return
         dtype = params[0].dtype

@@ -119,8 +119,6 @@ class TestMuonRegressions(common_muon.OnCPU):
         first.params[0].requires_grad_(False)
         first.step([0])
         self.assertParity(first)
-        # Another world may give this process another rank.
-        self.assertNotIn("rank", config.state)
 
 
 class LongRuns(common_muon.ParityAssertions):
@@ -184,21 +182,23 @@ class TestMuonReplaced(common_muon.OnCPU):
     """Parameters that frameworks change under a Muon. The single process makes the same changes."""
 
     def test_parameter_keeps_its_entry_of_the_config(self):
-        """After a reversal, each parameter was cut along another one's dimension, without an error."""
+        """A parameter that came back elsewhere was cut along another one's dimension, without an error."""
         strategy, dims = Strategy(mesh_of(4), "tp"), {0: 0, 1: 1}
         placed = [strategy.cut((8, 8), dims.get(index)) for index in range(4)]
         twins = Twins(placed, strategy.config(tp_dim_per_param=dims))
         twins.step()
         lists = [o.param_groups[0]["params"] for o in (twins.optimizer, twins.single)]
         lists += [twins.specs, twins.seeds, twins.params, twins.singles]
-        for each in lists:
-            each.reverse()
+        left = [each.pop(0) for each in lists]
+        twins.step()
+        for each, one in zip(lists, left):
+            each.append(one)
         self.assertTrainsAlike(twins, 2)
 
     def test_marks_say_the_tp_dim_if_the_user_does_not(self):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
         given = {"tp_dim_per_param": {0: 0, 1: 1}}
-        for options in ({}, given):
+        for options in {}, given:
             with self.subTest(options=options):
                 placed = [strategy.cut((8, 12), dim) for dim in dims]
                 twins = Twins(placed, strategy.config(**given))

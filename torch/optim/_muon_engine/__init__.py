@@ -24,7 +24,7 @@ The vocabulary, in the order of the data:
 - *bucket*: matrices of one grid that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners of a row and back.
 - *round*: one exchange along a column, in which each rank gets a piece of the updates of every other row.
-- *batch*: an owner's matrices of one shape that share memory and calls. A CPU orthogonalizes them one by one.
+- *batch*: an owner's matrices of one shape that share memory and calls. By default, a CPU orthogonalizes them one by one.
 - *prefetch*: later buckets whose gathers are in flight.
 - *status*: whether a rank has a gradient. If the ranks of a grid differ, nothing may move.
 

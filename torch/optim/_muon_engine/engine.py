@@ -63,8 +63,9 @@ class Engine:
         self.config = copy.copy(config)
         self._config_of_user = config
         self.params = params
-        # Those that a step or a checkpoint saw last.
+        # Those that a step or a checkpoint saw last, and the indices of all in the config's dicts.
         self.seen = params
+        self.config_indices = {param.tensor: param.config_index for param in params}
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -81,7 +82,8 @@ class Engine:
             self.reader = copy.copy(former.reader)
             self.steps, self.failure = former.steps, former.failure
             # The parameters that took the places of others.
-            replaced = take_places(former.seen, params)
+            self.config_indices = dict(former.config_indices)
+            replaced = take_places(former.seen, params, self.config_indices)
         before = {param.tensor for param in (former or self).params}
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         device_index = _device_index(params)
@@ -298,7 +300,7 @@ class Engine:
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
-        replaced = take_places(self.seen, params)
+        replaced = take_places(self.seen, params, self.config_indices)
         self.seen = params
         self._warn_about_restarted(inherit_momentum(replaced, states))
 

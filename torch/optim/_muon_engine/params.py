@@ -181,16 +181,19 @@ class Replacement(NamedTuple):
     inherits: bool
 
 
-def take_places(seen: Sequence[Param], params: Sequence[Param]) -> list[Replacement]:
-    """Finds which of ``params`` replace those that were ``seen`` before, and gives all of them the indices of the config's
-    dicts: -1 for later ones.
+def take_places(
+    seen: Sequence[Param], params: Sequence[Param], indices: dict[Tensor, int]
+) -> list[Replacement]:
+    """Finds which of ``params`` replace those that were ``seen`` before. They take their places in ``indices``: parameter ->
+    its index in the config's dicts, -1 for a later one. A parameter may leave, and come back.
     """
-    indices = {param.tensor: param.config_index for param in seen}
-    for param in params:
-        param.config_index = indices.get(param.tensor, -1)
     replaced = _replaced(seen, params)
     for old, new, _ in replaced:
-        new.config_index = old.config_index
+        # A parameter that left may have no index.
+        if old.tensor in indices:
+            indices[new.tensor] = indices.pop(old.tensor)
+    for param in params:
+        param.config_index = indices.setdefault(param.tensor, -1)
     return replaced
 
 

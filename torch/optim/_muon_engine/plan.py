@@ -263,7 +263,7 @@ def cut_into_buckets(
     for matrix in heaviest_first:
         queues.setdefault(owners[matrix], []).append(matrix)
     grid = members[0].layout.grid
-    if grid == ((grid[0][0],),):
+    if len(members[0].layout.ranks) == 1:
         # There are no transfers to hide, and equal shapes form large batches.
         return [heaviest_first]
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)

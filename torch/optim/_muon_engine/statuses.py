@@ -116,9 +116,9 @@ class Statuses(InFlight):
         # The last result was read, so this memory is free. A copy from it does not wait.
         self._host.copy_(self._own)
         self._table.copy_(self._host, non_blocking=True)
+        self.reduce()
         # Fake tensors have no values.
         self._is_unread = self._is_on_device = not is_dry_run()
-        self.reduce()
 
     def reduce(self) -> None:
         """Starts to reduce the tables over the grid."""
