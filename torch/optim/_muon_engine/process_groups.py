@@ -172,7 +172,8 @@ def grid_groups(
         if len(ranks) > 1:
             group = spanning_group(tuple(sorted(ranks)), inside, shared)
         groups.append(group)
-    return GridGroups(*groups, serial)
+    of_row, of_column = groups
+    return GridGroups(of_row, of_column, serial)
 
 
 def current_device(kind: str) -> torch.device:
