@@ -126,7 +126,7 @@ class TestOrder(TestCase):
         for grid, count in counts_of_grids:
             buckets += [(grid, number) for number in range(count)]
         operations = order_of_operations(buckets, prefetch, is_serial)
-        return " ".join(f"{phase.name[0]}{bucket}" for phase, bucket in operations)
+        return " ".join(map(str, operations))
 
     def test_order(self):
         """Names begin with the phase: gather, compute, forward and apply."""

@@ -103,6 +103,9 @@ class Operation(NamedTuple):
     phase: Phase
     bucket: int
 
+    def __str__(self) -> str:
+        return f"{self.phase.name[0]}{self.bucket}"
+
 
 # Matrix -> the global rank that orthogonalizes it.
 Owners = Mapping[Matrix, int]
