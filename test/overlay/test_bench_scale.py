@@ -30,8 +30,7 @@ BY_HAND = GPU(
 
 def step_of(case, gpu, prefetch=1):
     """The step of rank 0."""
-    matrices = matrices_of(case)
-    owners = plan.assign_owners(matrices)
+    owners = plan.assign_owners(matrices_of(case))
     return Step(plan.make_plan(owners, 0, prefetch), 0, gpu)
 
 

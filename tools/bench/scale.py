@@ -266,8 +266,7 @@ COLUMNS = (
 
 def row_of(name: str, case: Case, gpu: GPU, prefetch: int = 1) -> list[str]:
     """The costs of the rank with the most work."""
-    matrices = matrices_of(case)
-    owners = assign_owners(matrices)
+    owners = assign_owners(matrices_of(case))
     work: Counter[int] = Counter()
     for matrix, owner in owners.items():
         work[owner] += matrix.flops

@@ -81,8 +81,8 @@ class Engine:
         else:
             self.reader = copy.copy(former.reader)
             self.steps, self.failure = former.steps, former.failure
-            # The parameters that took the places of others.
             self.config_indices = dict(former.config_indices)
+            # The parameters that took the places of others.
             replaced = take_places(former.seen, params, self.config_indices)
         before = {param.tensor for param in (former or self).params}
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.

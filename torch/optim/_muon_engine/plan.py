@@ -265,8 +265,8 @@ def cut_into_buckets(
     heaviest_first = sorted(members, key=lambda m: (-m.flops, m.shape))
     for matrix in heaviest_first:
         queues.setdefault(owners[matrix], []).append(matrix)
-    grid = members[0].layout.grid
-    if len(members[0].layout.ranks) == 1:
+    layout = members[0].layout
+    if len(layout.ranks) == 1:
         # There are no transfers to hide, and equal shapes form large batches.
         return [heaviest_first]
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
@@ -283,7 +283,7 @@ def cut_into_buckets(
     wanted = max(fewest, min(MAX_BUCKETS, longest))
     counts = [*range(wanted, fewest - 1, -1)]
     counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
-    in_flight = buckets_in_flight(grid, prefetch_count)
+    in_flight = buckets_in_flight(layout.grid, prefetch_count)
     shortest: list[list[Matrix]] = []
     least = math.inf
     # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices
