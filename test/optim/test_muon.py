@@ -229,11 +229,13 @@ class TestMuonCore(MuonTestCase):
         """Upstream's proposal calls it "standard". Ranks and checkpoints have one name."""
         other = {"ns_algorithm": "standard"}
         param = nn.Parameter(torch.ones(2, 3))
-        built, loaded = Muon([param], **other), Muon([param])
+        built, loaded, written = Muon([param], **other), Muon([param]), Muon([param])
         saved = built.state_dict()
         saved["param_groups"][0].update(other)
         loaded.load_state_dict(saved)
-        for optimizer in built, loaded:
+        # A user may write into a group, and pickle the optimizer.
+        written.param_groups[0].update(other)
+        for optimizer in built, loaded, pickle.loads(pickle.dumps(written)):
             for group in (optimizer.defaults, *optimizer.param_groups):
                 self.assertEqual(group["ns_algorithm"], "quintic")
 

@@ -359,8 +359,15 @@ class TestGroups(MuonTestCase):
         (frozen,) = make_params((3, 4))
         before = frozen.detach().clone()
         frozen.requires_grad_(False)
-        Muon([frozen], distributed_config="auto").step()
+        optimizer = Muon([frozen], distributed_config="auto")
+        optimizer.step()
         self.assert_same_bits([frozen], [before])
+        self.assertNotIn(frozen, optimizer.state)
+        self.assertEqual(optimizer.assignments, {0: [0]})
+        # And moves once it is frozen no more.
+        frozen.requires_grad_(True)
+        optimizer.step()
+        self.assertNotEqual(frozen, before)
 
 
 class TestReplaced(MuonTestCase):
