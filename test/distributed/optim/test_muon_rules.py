@@ -37,6 +37,7 @@ TWO_KINDS = tuple(
     for placements in ((R, R), (S0, R))
 )
 PROGRAMS = {
+    "a rank alone": Program(2, (PlacedMatrices((0,)), PlacedMatrices((0, 1), (S0,)))),
     "sharded": Program(4, (PlacedMatrices(FOUR, (S0,)), PlacedMatrices(FOUR, (S1,)))),
     # A group of five ranks, and one of three of them, which are in no order.
     "groups": Program(

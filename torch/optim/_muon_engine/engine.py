@@ -214,7 +214,8 @@ class Engine:
         """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
         meetings: list[Meeting] = []
         for grid, groups in self.groups.items():
-            meetings.append(Meeting(ranks_of(grid), groups.several, ()))
+            if groups.several:
+                meetings.append(Meeting(ranks_of(grid), groups.several, ()))
         runner = self._make_runner()
         own_error = None
         with torch.accelerator.device_index(device_index):
