@@ -274,7 +274,7 @@ class TestUserFunctions(MuonTestCase):
 
     def test_errors_of_the_functions(self):
         for name, result, words in (
-            ("gather_fn", lambda t: None, "gather_fn returned None"),
+            ("gather_fn", lambda t: None, "gather_fn returned a NoneType"),
             ("gather_fn", lambda t: [t], "gather_fn returned a list"),
             ("redistribute_fn", lambda t: None, "redistribute_fn returned None"),
             ("redistribute_fn", lambda t: t.T, r"shape \(3, 2\)"),

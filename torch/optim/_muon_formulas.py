@@ -198,13 +198,13 @@ class MuonFormulas(NamedTuple):
         grads: Sequence[Tensor | None],
         targets: Sequence[Tensor],
     ) -> None:
-        """Both :meth:`accumulate` and :meth:`blend`, with what is to be orthogonalized in ``targets``. A matrix without a
-        gradient keeps its momentum, which goes there. In one pass if ``fused``.
+        """Both :meth:`accumulate` and :meth:`blend`, with what is to be orthogonalized in ``targets``, if there are any. A matrix
+        without a gradient keeps its momentum, which goes there. In one pass if ``fused``.
         """
         present = [grad for grad in grads if grad is not None]
         # Torch has an error for gradients of another dtype.
         is_alike = len(present) == 0 or present[0].dtype == bufs[0].dtype
-        if is_alike and self.takes_kernels(bufs, present, targets):
+        if targets and is_alike and self.takes_kernels(bufs, present, targets):
             from ._muon_kernels import accumulate_and_blend
 
             accumulate_and_blend(
@@ -214,9 +214,10 @@ class MuonFormulas(NamedTuple):
         with_grad = [buf for buf, grad in zip(bufs, grads) if grad is not None]
         if with_grad:
             self.accumulate(with_grad, present)
-        pairs = zip(bufs, grads, strict=True)
-        blended = [buf if grad is None else grad for buf, grad in pairs]
-        torch._foreach_copy_(list(targets), list(self.blend(list(bufs), blended)))
+        if targets:
+            pairs = zip(bufs, grads, strict=True)
+            blended = [buf if grad is None else grad for buf, grad in pairs]
+            torch._foreach_copy_(list(targets), list(self.blend(list(bufs), blended)))
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether ``fused`` is set, and ``device`` is a GPU that has the kernels."""

@@ -122,7 +122,7 @@ class TestMuonUserFunctions(OnCPU):
         twins = Twins([Spec((8, 8), mesh, (S0,))], config)
         twins.set_gradients()
         is_owner = bool(twins.optimizer.assignments.get(self.rank))
-        pattern = "redistribute_fn was given None" if is_owner else ""
+        pattern = "redistribute_fn needs the update" if is_owner else ""
         self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
 
     def test_wrapped_functions_over_fsdp1(self):

@@ -174,7 +174,6 @@ class FunctionStep:
     def _gather(self, param: Param, inputs: StepInputs) -> Any:
         """Accumulates the gradient, and gives ``gather_fn`` this rank's piece: zeros without a gradient."""
         self.progress.now = "accumulate", [param]
-        inputs.accumulate([param.index])
         of_param = inputs.params[param.index]
         momentum, gradient = of_param.momentum, of_param.gradient
         if param.is_sum and of_param.user_gradient is not None:
@@ -185,23 +184,20 @@ class FunctionStep:
         elif gradient is None:
             piece = torch.zeros_like(momentum)
         else:
-            (piece,) = inputs.formulas[param.param_group].blend([momentum], [gradient])
+            formulas = inputs.formulas[param.param_group]
+            formulas.accumulate([momentum], [gradient])
+            (piece,) = formulas.blend([momentum], [gradient])
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
         whole = self._call("gather_fn", param, like_param(param.tensor, piece))
-        if whole is not None and not isinstance(whole, Tensor):
+        is_enough = isinstance(whole, Tensor)
+        if whole is None:
+            is_enough = self._owner_of(param) != self.rank
+        if not is_enough:
             raise RuntimeError(
-                f"gather_fn returned a {type(whole).__name__} for {param.described}: return the whole matrix, or None"
+                f"gather_fn returned a {type(whole).__name__} for {param.described}: return the whole matrix, or None on ranks "
+                "that do not own it"
             )
-        if whole is None and self._owner_of(param) == self.rank:
-            raise RuntimeError(
-                f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
-            )
-        if whole is not None and param.split.sizes:
-            shape = matrix_shape(whole.shape, param.flatten)
-            problem = param.split.problem_with(shape)
-            if problem:
-                raise ValueError(f"{param.described}, as gathered: {problem}")
         return whole
 
     def _redistribute_and_apply(
@@ -272,13 +268,12 @@ class FunctionStep:
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every rank that shares it, for a factory's ``redistribute_fn``."""
         owner, param = self._owners[index], self.engine.params[index]
-        local = local_part(param.tensor)
-        if update is None or update.shape != shape:
-            if owner == self.rank:
-                given = "None" if update is None else tuple(update.shape)
-                text = f"redistribute_fn was given {given} for {param.described}"
-                raise RuntimeError(f"{text} on its owner")
-            update = local.new_empty(shape, dtype=NS_DTYPE)
+        if owner != self.rank:
+            update = local_part(param.tensor).new_empty(shape, dtype=NS_DTYPE)
+        elif update is None or update.shape != shape:
+            raise RuntimeError(
+                f"redistribute_fn needs the update of {param.described} on its owner, of shape {tuple(shape)}"
+            )
         ranks = self._matrices[index][0].layout.ranks
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
         update = update.to(self.engine.device, NS_DTYPE).contiguous()
@@ -311,8 +306,7 @@ class FunctionStep:
             else:
                 pieces.append((shapes[0], local, update))
         for of_part, part, of_update in pieces:
-            step_size = formulas.step_size(of_part, part.device)
-            formulas.apply([part], [of_update], step_size)
+            inputs.apply(param.param_group, of_part, [part], [of_update])
 
     def _whole_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

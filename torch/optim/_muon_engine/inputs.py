@@ -1,7 +1,7 @@
 """The inputs of a step on this rank: the tensors of parameters, as a step takes them, and the options of their groups."""
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -145,8 +145,6 @@ class StepInputs:
         self.redistributions: dict[int, str] = {}
         # Those whose gradient or momentum is not yet as a step takes it.
         self._to_place: list[ParamInputs] = []
-        # The indices of parameters whose gradients are in their momentum.
-        self._accumulated: set[int] = set()
         # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
         self._step_sizes: dict[Hashable, Any] = {}
         self._states = states
@@ -195,38 +193,20 @@ class StepInputs:
             progress.now = "placement of the gradient", [param]
             of_param.place(self._states[param.tensor], self.formulas[param.param_group])
 
-    def accumulate(self, indices: Iterable[int]) -> None:
-        """Takes the gradients of parameters into their momentum, unless that is done."""
-        new = [index for index in indices if index not in self._accumulated]
-        if not new:
-            return
-        self._accumulated.update(new)
-        by_group: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for index in dict.fromkeys(new):
-            of_param = self.params[index]
-            if of_param.gradient is not None:
-                group = of_param.param.param_group
-                momenta, gradients = by_group.setdefault(group, ([], []))
-                momenta.append(of_param.momentum)
-                gradients.append(of_param.gradient)
-        for group, (momenta, gradients) in by_group.items():
-            self.formulas[group].accumulate(momenta, gradients)
-
     def apply(
         self,
-        matrix: Matrix,
+        param_group: int,
         shape: Sequence[int],
         params: list[Tensor],
         updates: list[Tensor],
     ) -> None:
-        """Decays and updates regions of parameters. The ``shape`` of the matrix, or of a part of it, scales the update."""
-        group, device = matrix.param.param_group, params[0].device
-        key = group, shape, device
+        """Decays and updates pieces of parameters. The ``shape`` of their matrices, or of parts of these, scales the update."""
+        key = param_group, shape, params[0].device
         step_size = self._step_sizes.get(key)
         if step_size is None:
-            step_size = self.formulas[group].step_size(shape, device)
+            step_size = self.formulas[param_group].step_size(shape, params[0].device)
             self._step_sizes[key] = step_size
-        self.formulas[group].apply(params, updates, step_size)
+        self.formulas[param_group].apply(params, updates, step_size)
 
     def pieces(
         self, matrix: Matrix, first: tuple[int, int], local: Tensor, update: Tensor

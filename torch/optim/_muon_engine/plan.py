@@ -5,7 +5,7 @@ the matrices.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -67,6 +67,8 @@ class Bucket(NamedTuple):
     # Those that this rank orthogonalizes, and the regions of them that it stores.
     owned: list[Matrix]
     kept: list[Move]
+    # The regions that this rank stores of matrices that other rows own.
+    elsewhere: list[Move]
     exchange: Exchange
     rounds: list[Round]
     # The ranks of the row and of the column, in ascending order.
@@ -215,38 +217,34 @@ def assign_owners(
             if {*ranks} <= {*ranks_of(other)}:
                 for rank in ranks:
                     loads[rank] += work[rank]
-        rows = _Rows(grid, loads, start(grid))
+        first_row, first_shard = divmod(start(grid) % len(ranks), len(grid[0]))
+        heaviest_first = sorted(members, key=lambda m: (-m.flops, -m.numel))
+        row_loads = [sum(loads[rank] for rank in row) for row in grid]
+        of_rows: dict[int, list[Matrix]] = {}
+        for matrix, place in _least_loaded(row_loads, first_row, heaviest_first):
+            of_rows.setdefault(place, []).append(matrix)
         own_work = given[grid] = Counter()
-        for matrix in sorted(members, key=lambda m: (-m.flops, -m.numel)):
-            owner = owners[matrix] = rows.take(matrix.flops)
-            own_work[owner] += matrix.flops
+        for place, of_row in of_rows.items():
+            row = grid[place]
+            row_loads = [loads[rank] for rank in row]
+            for matrix, shard in _least_loaded(row_loads, first_shard, of_row):
+                owners[matrix] = row[shard]
+                own_work[row[shard]] += matrix.flops
     return owners
 
 
-class _Rows:
-    """The ranks of a grid, by their work. ``start`` is the place where ties begin."""
-
-    def __init__(self, grid: Grid, loads: Mapping[int, int], start: int) -> None:
-        width = len(grid[0])
-        first_row, first_column = divmod(start % (len(grid) * width), width)
-        self._rows: list[tuple[int, int, list]] = []
-        for replica, row in enumerate(grid):
-            queue: list[tuple[int, int, int]] = []
-            for shard, rank in enumerate(row):
-                queue.append((loads[rank], (shard - first_column) % width, rank))
-            heapq.heapify(queue)
-            load = sum(loads[rank] for rank in row)
-            self._rows.append((load, (replica - first_row) % len(grid), queue))
-        # Two rows never have one distance, so the queues are not compared.
-        heapq.heapify(self._rows)
-
-    def take(self, work: int) -> int:
-        """The rank with the least work in the row with the least work. It gets ``work`` more."""
-        row_load, row_distance, queue = self._rows[0]
-        load, distance, rank = queue[0]
-        heapq.heapreplace(queue, (load + work, distance, rank))
-        heapq.heapreplace(self._rows, (row_load + work, row_distance, queue))
-        return rank
+def _least_loaded(
+    loads: Sequence[int], start: int, matrices: Iterable[Matrix]
+) -> Iterator[tuple[Matrix, int]]:
+    """Each matrix with the place that has the least work at its turn. Ties begin at place ``start``."""
+    queue: list[tuple[int, int, int]] = []
+    for place, load in enumerate(loads):
+        queue.append((load, (place - start) % len(loads), place))
+    heapq.heapify(queue)
+    for matrix in matrices:
+        load, distance, place = queue[0]
+        heapq.heapreplace(queue, (load + matrix.flops, distance, place))
+        yield matrix, place
 
 
 # Buckets
@@ -281,8 +279,7 @@ def cut_into_buckets(
     busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     wanted = max(fewest, min(MAX_BUCKETS, longest))
-    counts = [*range(wanted, fewest - 1, -1)]
-    counts += [wanted + math.ceil(wanted * more / 16) for more in (1, 2)]
+    counts = [*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)]
     in_flight = buckets_in_flight(layout.grid, prefetch_count)
     shortest: list[list[Matrix]] = []
     least = math.inf
@@ -387,7 +384,12 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
     in_order = {peer: updates[peer] for peer in sorted(updates)}
     rounds = _rounds(in_order, rank)
     own, kept = owned_by.get(rank, []), moves(rank, rank)
-    return Bucket(grid, number, members, own, kept, exchange, rounds, row, column)
+    elsewhere: list[Move] = []
+    for owner in owned_by.keys() - {*row}:
+        elsewhere += moves(owner, rank)
+    return Bucket(
+        grid, number, members, own, kept, elsewhere, exchange, rounds, row, column
+    )
 
 
 def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:

@@ -4,9 +4,9 @@ The memory of a bucket belongs to the step: its gather takes it, and it is free 
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,12 +112,13 @@ class BucketFlight(InFlight):
         if is_dry_run() and not (target.numel() and source.numel()):
             return
 
-        def start(target: Tensor, source: Tensor) -> Any:
-            sizes, group = (target_sizes, source_sizes), self._group
-            return dist.all_to_all_single(
-                target, source, *sizes, group=group, async_op=True
-            )
-
+        start = partial(
+            dist.all_to_all_single,
+            output_split_sizes=target_sizes,
+            input_split_sizes=source_sizes,
+            group=self._group,
+            async_op=True,
+        )
         self.launch(f"{name} of {self.name}", self.bucket.row, start, target, source)
 
 
@@ -168,6 +169,16 @@ class RoundFlight(InFlight):
         self.sent = self.received = torch.empty(0)
 
 
+class Part(NamedTuple):
+    """A region of a matrix on its owner, and its place in packed memory; None if it does not travel. ``is_own``: the owner
+    stores it.
+    """
+
+    region: Region
+    packed: Tensor | None
+    is_own: bool
+
+
 class PackedStep:
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid."""
 
@@ -198,22 +209,6 @@ class PackedStep:
             if groups[grid].several:
                 channel = Statuses(shared, groups[grid], rank, device)
                 self.statuses.insert(0, channel)
-        self._sent_whole = self._params_sent_whole()
-        # Those of which kernels take the gradient into momentum where they blend the two.
-        self._fused: set[int] = set()
-
-    def _params_sent_whole(self) -> set[int]:
-        """The indices of the parameters of which this rank blends all that it stores, in regions without gaps."""
-        sent: set[Matrix] = set()
-        others: set[int] = set()
-        for flight in self.buckets:
-            bucket = flight.bucket
-            for matrix, region in (*bucket.exchange.outgoing, *bucket.kept):
-                sent.add(matrix)
-                if matrix.param.is_sum or not region.is_contiguous:
-                    others.add(matrix.index)
-            others.update(m.index for m in bucket.matrices if m not in sent)
-        return {matrix.index for matrix in sent} - others
 
     @property
     def _is_cpu(self) -> bool:
@@ -257,7 +252,6 @@ class PackedStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. DTensor's collectives for gradients come first."""
         inputs.place(self.progress)
-        self._fused = self._params_with_kernels(inputs)
         for phase, flight, label in self._operations:
             self.progress.now = phase.value, flight.matrices
             with _RecordFunctionFast(label):
@@ -274,15 +268,6 @@ class PackedStep:
             statuses.finish()
         self.progress.now = "", ()
 
-    def _params_with_kernels(self, inputs: StepInputs) -> set[int]:
-        has_kernels = [f.has_kernels(self.device) for f in inputs.formulas]
-        fused: set[int] = set()
-        if any(has_kernels):
-            for index in self._sent_whole:
-                if has_kernels[inputs.params[index].param.param_group]:
-                    fused.add(index)
-        return fused
-
     def _wait(self, flight: InFlight, collective: str) -> None:
         self.progress.now = f"wait for {collective}", flight.matrices
         flight.wait()
@@ -293,38 +278,29 @@ class PackedStep:
         outgoing = flight.bucket.exchange.outgoing
         self._blend(outgoing, _views(flight.sent, outgoing), inputs)
         flight.start_gather()
-        indices = dict.fromkeys(matrix.index for matrix in flight.matrices)
-        inputs.accumulate(index for index in indices if index not in self._fused)
+        self._blend(flight.bucket.elsewhere, (), inputs)
         self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
         self._wait(flight, "gather")
+        if not inputs.is_complete:
+            # The updates of a matrix without a gradient travel, too.
+            flight.kept.zero_()
         bucket = flight.bucket
-        incoming = bucket.exchange.incoming
-        received = _by_matrix(incoming, _views(flight.owned, incoming))
+        incoming, kept = bucket.exchange.incoming, bucket.kept
+        views: list[Any] = _views(flight.owned, incoming)
         # With rounds, the updates of this rank's own regions travel, too.
-        kept: Sequence[Tensor | None] = [None] * len(bucket.kept)
-        if flight.rounds:
-            kept = _views(flight.kept, bucket.kept)
-        own = _by_matrix(bucket.kept, kept)
-        present: list[Matrix] = []
-        unsent: list[Tensor] = []
-        for matrix in bucket.owned:
-            if inputs.applies(matrix):
-                present.append(matrix)
-                continue
-            for _, view in (*received.get(matrix, ()), *own.get(matrix, ())):
-                if view is not None:
-                    unsent.append(view)
-        if unsent:
-            # They travel, but are not applied.
-            torch._foreach_zero_(unsent)
+        views += _views(flight.kept, kept) if flight.rounds else [None] * len(kept)
+        parts: dict[Matrix, list[Part]] = {}
+        for number, (matrix, region) in enumerate(incoming + kept):
+            part = Part(region, views[number], number >= len(incoming))
+            parts.setdefault(matrix, []).append(part)
+        present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
         for batch in self._batches(present, inputs):
             self.progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
-            wholes = flight.owned.new_empty(len(batch), *batch[0].shape)
-            self._orthogonalize(batch, wholes, own, received, inputs)
+            self._orthogonalize(flight, batch, parts, inputs)
         self.progress.now = "scatter", flight.matrices
         flight.start_scatter()
         if len(bucket.row) == 1:
@@ -346,39 +322,35 @@ class PackedStep:
 
     def _orthogonalize(
         self,
+        flight: BucketFlight,
         batch: Sequence[Matrix],
-        wholes: Tensor,
-        own: "ByMatrix",
-        received: "ByMatrix",
+        parts: Mapping[Matrix, Sequence[Part]],
         inputs: StepInputs,
     ) -> None:
-        """Puts matrices together in ``wholes`` out of this rank's ``own`` regions and those that it has ``received``,
-        orthogonalizes them, and cuts the updates into regions: those of other ranks go where the momentum was, and its own
-        are applied, or kept for the rounds.
+        """Puts matrices together out of their ``parts``, orthogonalizes them, and cuts the updates into parts: those that travel
+        go to packed memory, and the others are applied.
         """
+        wholes = flight.owned.new_empty(len(batch), *batch[0].shape)
         moves: list[Move] = []
-        own_regions: list[Tensor] = []
-        kept: list[Tensor] = []
+        own: list[Tensor] = []
         packed: list[Tensor] = []
         regions: list[Tensor] = []
         for matrix, whole in zip(batch, wholes.unbind()):
-            for region, view in own.get(matrix, ()):
-                moves.append(Move(matrix, region))
-                own_regions.append(region.of_matrix(whole))
+            for region, view, is_own in parts.get(matrix, ()):
+                part = region.of_matrix(whole)
+                if is_own:
+                    moves.append(Move(matrix, region))
+                    own.append(part)
                 if view is not None:
-                    kept.append(view)
-            for region, view in received.get(matrix, ()):
-                packed.append(view)
-                regions.append(region.of_matrix(whole))
-        self._blend(moves, own_regions, inputs)
+                    packed.append(view)
+                    regions.append(part)
         _copy(regions, packed)
+        self._blend(moves, own, inputs)
         inputs.formulas_of(batch[0]).orthogonalize_all(wholes)
         _copy(packed, regions)
-        if kept:
-            _copy(kept, own_regions)
-        else:
+        if not flight.rounds:
             # Here and not with the updates that arrive, because the next batch needs the memory.
-            self._apply(moves, own_regions, inputs)
+            self._apply(moves, own, inputs)
 
     def _apply_updates(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Applies the updates that this rank receives: those of the other rows, and those of its own."""
@@ -401,98 +373,87 @@ class PackedStep:
     def _blend(
         self, moves: Sequence[Move], targets: Sequence[Tensor], inputs: StepInputs
     ) -> None:
-        """Writes regions of the tensors to orthogonalize to ``targets``: momentum, blended with the gradient if nesterov;
-        without a gradient momentum, so that the owner receives defined values.
+        """Takes gradients into momentum, and writes regions of the tensors to orthogonalize to ``targets``, if there are any:
+        momentum, blended with the gradient if nesterov; without a gradient momentum, so that the owner receives defined values.
         """
-
-        def kind_of(place: int) -> Hashable:
-            param = moves[place].matrix.param
-            # The kernels take contiguous targets only.
-            is_contiguous = targets[place].is_contiguous()
-            return param.param_group, param.index in self._fused, is_contiguous
-
-        for places in self._together(moves, kind_of, inputs):
-            first = moves[places[0]].matrix
-            is_fused = first.index in self._fused
-            if not is_fused:
-                inputs.accumulate(moves[place].matrix.index for place in places)
-            momenta: list[Tensor] = []
-            gradients: list[Any] = []
-            for place in places:
-                matrix, region = moves[place]
-                of_param = inputs.params[matrix.index]
-                momentum = region.of_local(of_param.momentum)
-                momenta.append(momentum)
-                if of_param.gradient is not None:
-                    gradients.append(region.of_local(of_param.gradient))
-                else:
-                    gradients.append(None if is_fused else momentum)
-            written = [targets[place] for place in places]
-            formulas = inputs.formulas_of(first)
-            if is_fused:
-                formulas.accumulate_and_blend(momenta, gradients, written)
-            else:
-                torch._foreach_copy_(written, formulas.blend(momenta, gradients))
+        kinds: list[tuple] = []
+        momenta: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for place, (matrix, region) in enumerate(moves):
+            of_param = inputs.params[matrix.index]
+            momentum, gradient = region.of_local(of_param.momentum), of_param.gradient
+            if gradient is not None:
+                gradient = region.of_local(gradient)
+            momenta.append(momentum)
+            gradients.append(gradient)
+            # The kernels take contiguous tensors only.
+            of_target = targets[place] if targets else momentum
+            is_contiguous = momentum.is_contiguous() and of_target.is_contiguous()
+            kinds.append((matrix.param.param_group, is_contiguous))
+        for places in self._together(kinds, momenta, inputs):
+            param_group, _ = kinds[places[0]]
+            inputs.formulas[param_group].accumulate_and_blend(
+                [momenta[place] for place in places],
+                [gradients[place] for place in places],
+                [targets[place] for place in places if targets],
+            )
 
     def _apply(
         self, moves: Sequence[Move], updates: Sequence[Tensor], inputs: StepInputs
     ) -> None:
         """Decays and updates regions of parameters."""
-        applied: list[Move] = []
-        pieces: list[tuple[Sequence[int], Tensor, Tensor]] = []
-        for move, update in zip(moves, updates):
-            matrix, region = move
+        kinds: list[tuple] = []
+        params: list[Tensor] = []
+        given: list[Tensor] = []
+        for (matrix, region), update in zip(moves, updates):
             if not inputs.applies(matrix):
                 continue
             param = region.of_local(inputs.params[matrix.index].local)
             if param.device != update.device:
                 # An offloaded parameter.
                 update = update.to(param.device)
-            of_move = [(matrix.shape, param, update)]
+            pieces = [(matrix.shape, param, update)]
             if matrix.split.sizes:
-                of_move = inputs.pieces(matrix, region[:2], param, update)
-            applied += [move] * len(of_move)
-            pieces += of_move
-
-        def kind_of(place: int) -> Hashable:
-            shape, param, _ = pieces[place]
-            # One launch rounds to one dtype.
-            group = applied[place].matrix.param.param_group
-            return group, shape, param.device, param.dtype
-
-        for places in self._together(applied, kind_of, inputs):
-            shape, _, _ = pieces[places[0]]
-            params = [pieces[place][1] for place in places]
-            given = [pieces[place][2] for place in places]
-            inputs.apply(applied[places[0]].matrix, shape, params, given)
-        self._log("apply", (move.matrix for move in applied), inputs)
+                pieces = inputs.pieces(matrix, region[:2], param, update)
+            for shape, of_param, of_update in pieces:
+                # One launch rounds to one dtype.
+                kind = matrix.param.param_group, shape, of_param.device, of_param.dtype
+                kinds.append(kind)
+                params.append(of_param)
+                given.append(of_update)
+        for places in self._together(kinds, params, inputs):
+            param_group, shape, _, _ = kinds[places[0]]
+            inputs.apply(
+                param_group,
+                shape,
+                [params[place] for place in places],
+                [given[place] for place in places],
+            )
+        applied = (matrix for matrix, _ in moves if inputs.applies(matrix))
+        self._log("apply", applied, inputs)
 
     def _together(
-        self,
-        moves: Sequence[Move],
-        kind_of: Callable[[int], Hashable],
-        inputs: StepInputs,
+        self, kinds: Sequence[tuple], tensors: Sequence[Tensor], inputs: StepInputs
     ) -> Iterator[list[int]]:
-        """The places of ``moves`` whose regions one foreach call takes: of one kind, and few enough bytes."""
+        """The places of the ``tensors`` that one foreach call takes: those of one kind, and few enough bytes. A kind begins with
+        the parameter group.
+        """
+        alike: dict[tuple, list[int]] = {}
+        for place, kind in enumerate(kinds):
+            alike.setdefault(kind, []).append(place)
         most = CACHE_BYTES if self._is_cpu else TOGETHER_BYTES
-        alike: dict[Hashable, list[int]] = {}
-        for place in range(len(moves)):
-            alike.setdefault(kind_of(place), []).append(place)
-        for places in alike.values():
-            formulas = inputs.formulas_of(moves[places[0]].matrix)
-            if formulas.has_kernels(self.device):
-                # All regions in one launch, which needs no memory of its own.
+        for (param_group, *_), places in alike.items():
+            if inputs.formulas[param_group].has_kernels(self.device):
+                # All of them in one launch, which needs no memory of its own.
                 yield places
                 continue
             room, chunk = most, []
             for place in places:
-                matrix, region = moves[place]
-                nbytes = region.numel * matrix.param.traits.momentum_dtype.itemsize
-                if chunk and nbytes > room:
+                if chunk and tensors[place].nbytes > room:
                     yield chunk
                     room, chunk = most, []
                 chunk.append(place)
-                room -= nbytes
+                room -= tensors[place].nbytes
             yield chunk
 
     def _log(self, phase: str, matrices: Iterable[Matrix], inputs: StepInputs) -> None:
@@ -540,17 +501,6 @@ class PackedStep:
         flight.wait()
         if not self._is_cpu and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)
-
-
-# Matrix -> its regions, each with a view of packed memory, or None.
-ByMatrix = Mapping[Matrix, Sequence[tuple[Region, Any]]]
-
-
-def _by_matrix(moves: Sequence[Move], views: Sequence[Any]) -> ByMatrix:
-    found: dict[Matrix, list[tuple[Region, Any]]] = {}
-    for (matrix, region), view in zip(moves, views):
-        found.setdefault(matrix, []).append((region, view))
-    return found
 
 
 def _views(flat: Tensor, moves: Sequence[Move]) -> list[Tensor]:
