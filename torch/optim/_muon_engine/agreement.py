@@ -124,8 +124,11 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     for reported, _ in answers.values():
         if reported is not None:
             return reported
-    everyone = [signatures for _, signatures in answers.values()]
-    return Problem(ValueError, _first_difference([*answers], everyone))
+    everyone = {rank: signatures for rank, (_, signatures) in answers.items()}
+    text, advice = first_difference(everyone), _SAME_PARAMETERS
+    if not text:
+        text, advice = first_difference(everyone, derived=True), _ONE_GRID
+    return Problem(ValueError, f"{text}. {advice}")
 
 
 @contextmanager
@@ -164,26 +167,23 @@ def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
     return [row[:size] for row, size in zip(gathered, sizes.tolist())]
 
 
-def _first_difference(
-    ranks: Sequence[int], everyone: Sequence[Sequence[Signature]]
+def first_difference(
+    everyone: Mapping[int, Sequence[Signature]], derived: bool = False
 ) -> str:
-    """The first difference. Primary fields (name, shape, placement) come before derived ones."""
-    first = everyone[0]
-    for derived in (False, True):
-        for rank, others in zip(ranks[1:], everyone[1:], strict=True):
-            for (described, fields), (_, its_fields) in zip(first, others):
-                for name, value in fields.items():
-                    other = its_fields.get(name)
-                    if (name in DERIVED) == derived and other != value:
-                        advice = _ONE_GRID if derived else _SAME_PARAMETERS
-                        return (
-                            f"ranks disagree about {described}: {name} is {value} on rank {ranks[0]} and {other} on rank "
-                            f"{rank}. {advice}"
-                        )
-            if len(others) != len(first):
-                extra, _ = max(first, others, key=len)[min(len(first), len(others))]
-                return (
-                    f"ranks disagree about the number of matrices that they share: {len(first)} on rank {ranks[0]} "
-                    f"and {len(others)} on rank {rank}; only one of them has {extra}"
-                )
-    return "ranks disagree about the parameters that they share"
+    """The first difference between what ranks have told, in words; "" without any. Only ``derived`` fields count, or only
+    the primary ones (name, shape, placement).
+    """
+    (first_rank, first), *others = everyone.items()
+    for rank, theirs in others:
+        for (described, fields), (_, its_fields) in zip(first, theirs):
+            for name, value in fields.items():
+                other = its_fields.get(name)
+                if (name in DERIVED) == derived and other != value:
+                    return f"ranks disagree about {described}: {name} is {value} on rank {first_rank} and {other} on rank {rank}"
+        if len(theirs) != len(first):
+            extra, _ = max(first, theirs, key=len)[min(len(first), len(theirs))]
+            return (
+                f"ranks disagree about the number of matrices that they share: {len(first)} on rank {first_rank} and "
+                f"{len(theirs)} on rank {rank}; only one of them has {extra}"
+            )
+    return ""

@@ -1,7 +1,7 @@
 """Collectives in flight, and their errors."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -24,12 +24,8 @@ class InFlight:
         self, name: str, ranks: Ranks, start: Callable[..., Any], *tensors: Any
     ) -> None:
         """Calls ``start(*tensors)``. The tensors must not be touched until :meth:`wait`."""
-        try:
+        with self._naming(name, ranks):
             work = start(*tensors)
-        except OWN_ERRORS:
-            raise
-        except RuntimeError as error:
-            raise self._failed(name, ranks, error) from error
         if work is not None:
             self.works.append((name, ranks, work, tensors))
 
@@ -37,20 +33,22 @@ class InFlight:
         """Waits for all of them. Raises CollectiveError if one failed."""
         while self.works:
             name, ranks, work, _ = self.works.pop(0)
-            try:
+            with self._naming(name, ranks):
                 work.wait()
-            except OWN_ERRORS:
-                raise
-            except RuntimeError as error:
-                raise self._failed(name, ranks, error) from error
 
-    def _failed(self, name: str, ranks: Ranks, error: RuntimeError) -> CollectiveError:
-        """The backend's ``error``, with the collective that failed and the matrices that it carried."""
-        carried = listed([matrix.described for matrix in self.matrices])
-        return CollectiveError(
-            f"the {name}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before "
-            f"it, did not call step(), or changed its parameters alone: {error}"
-        )
+    @contextmanager
+    def _naming(self, name: str, ranks: Ranks) -> Iterator[None]:
+        """Names the collective in the backend's error, and the matrices that it carried."""
+        try:
+            yield
+        except OWN_ERRORS:
+            raise
+        except RuntimeError as error:
+            carried = listed([matrix.described for matrix in self.matrices])
+            raise CollectiveError(
+                f"the {name}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before "
+                f"it, did not call step(), or changed its parameters alone: {error}"
+            ) from error
 
 
 def drain(flights: Iterable[InFlight]) -> None:

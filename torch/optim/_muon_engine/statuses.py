@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import BYTES, differences, gathered_along, with_complements
+from .agreement import (
+    BYTES,
+    differences,
+    first_difference,
+    gathered_along,
+    Signature,
+    with_complements,
+)
 from .flights import InFlight
 from .inputs import Status, StepInputs
 from .params import Matrix, shared_name
@@ -74,19 +81,19 @@ class Statuses(InFlight):
             self._replicated = [m for m in matrices if not m.param.is_sum]
         # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
         self.awaits = True
-        self._knows_of_problem = False
         # The opinions of a rank that has all gradients.
         self._all_present = bytearray()
         for matrix in matrices:
             has_part = matrix.layout.numel_of(rank) > 0
             self._all_present.append(Status.PRESENT if has_part else Status.EMPTY)
-        # The bytes of this rank, with their complements; the table that the group reduces; and the result on the host. Only copies
+        # The bytes of this rank, and later the result, with their complements; and the table that the group reduces. Only copies
         # between a device and pinned memory do not wait.
         tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
-        self._own = torch.zeros(tables, 2, BYTES, dtype=torch.uint8, device="cpu")
-        self._table = torch.zeros_like(self._own, device=device)
         pins = device.type != "cpu" and torch.accelerator.is_available()
-        self._host = torch.zeros_like(self._own, pin_memory=pins)
+        self._host = torch.zeros(
+            tables, 2, BYTES, dtype=torch.uint8, device="cpu", pin_memory=pins
+        )
+        self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
         self._identity = _identity(groups.serial, matrices)
         # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
@@ -103,7 +110,6 @@ class Statuses(InFlight):
         Without ``inputs``, it has no opinion of gradients and options: its parameters have changed since the engine was
         built, or its options are invalid.
         """
-        self._knows_of_problem = knows_of_problem
         values = bytearray([_NO + has_changed, _NO + knows_of_problem])
         values += _digits(step) + _digits(self._identity)
         if inputs is not None:
@@ -112,9 +118,8 @@ class Statuses(InFlight):
                 values += self._all_present
             else:
                 values += bytes(inputs.status(matrix) for matrix in self.matrices)
-        self._own.copy_(with_complements(values, len(self._own)))
         # The last result was read, so this memory is free. A copy from it does not wait.
-        self._host.copy_(self._own)
+        self._host.copy_(with_complements(values, len(self._host)))
         self._table.copy_(self._host, non_blocking=True)
         self.reduce()
         # Fake tensors have no values.
@@ -158,17 +163,19 @@ class Statuses(InFlight):
         self._fetch()
         if self._copied is not None:
             self._copied.synchronize()
-        text = ""
-        # If the maxima are what this rank said, all ranks said the same. They may all know of one problem.
-        if self._knows_of_problem or not torch.equal(self._host, self._own):
-            text = self._difference(inputs)
+        text, differs = "", differences(self._host)
+        # All ranks may know of one problem.
+        has_problem = int(self._host[0, 0, _PROBLEM]) > _NO
+        if has_problem or not torch.equal(differs, torch.zeros_like(differs)):
+            text = self._difference(differs, has_problem, inputs)
         if not text and inputs is not None:
             text = self._other_values(inputs)
         return text
 
-    def _difference(self, inputs: StepInputs | None) -> str:
+    def _difference(
+        self, differs: Tensor, has_problem: bool, inputs: StepInputs | None
+    ) -> str:
         """How the ranks differ, in words. With ``inputs``, all ranks of the group make this call."""
-        differs = differences(self._host)
         for places, text in (
             (_OPTIMIZER, _OTHER_OPTIMIZER),
             (_STEP, _OTHER_STEP),
@@ -180,7 +187,6 @@ class Statuses(InFlight):
         # A rank without a gradient has none to move, so this is not a difference of placements.
         if gradients := self._other_gradients(differs):
             return gradients
-        has_problem = self._host[0, 0, _PROBLEM] > _NO
         if differs[_OPTIONS].any():
             # A rank with a problem may have no inputs.
             knows_more = inputs is not None and not has_problem
@@ -205,19 +211,12 @@ class Statuses(InFlight):
 
     def _first_difference(self, inputs: StepInputs) -> str:
         """The first option or placement that differs, and its values. All ranks of the grid make this call."""
-        own: list[dict[str, str]] = []
+        own: list[Signature] = []
         for matrix in self.matrices:
-            values = inputs.formulas_of(matrix).option_texts()
-            values["placements"] = inputs.redistributions.get(matrix.index, "usual")
-            own.append(values)
-        everyone = gathered_along(self._groups.several, own)
-        (first_rank, first), *others = everyone.items()
-        for rank, its_own in others:
-            for matrix, values, its_values in zip(self.matrices, first, its_own):
-                for name, value in values.items():
-                    if its_values[name] != value:
-                        return f": {name} of {matrix.described} is {value} on rank {first_rank} and {its_values[name]} on rank {rank}"
-        return ""
+            fields = inputs.formulas_of(matrix).option_texts()
+            fields["placements"] = inputs.redistributions.get(matrix.index, "usual")
+            own.append((matrix.described, fields))
+        return f": {first_difference(gathered_along(self._groups.several, own))}"
 
     def _other_values(self, inputs: StepInputs) -> str:
         """The matrices whose replicas have different values, in words. All ranks of the grid make this call. The values are
