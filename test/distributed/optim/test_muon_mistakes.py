@@ -398,10 +398,10 @@ class TestMuonMistakesInSteps(MistakesTestCase):
         usual = torch.ones(4, 8)
         dtensor = place(full(0, (8, 8)), Spec((8, 8), mesh_of(4), (S0,)))
         for other, own in (
-            (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
-            (usual.to("meta"), "is on cpu, but its gradient meta"),
-            (usual.to(torch.complex64), "is complex False, but its gradient True"),
-            (dtensor, "is a DTensor False, but its gradient True"),
+            (torch.ones(5, 8), r"of shape \(4, 8\).*, but its gradient .*\(5, 8\)"),
+            (usual.to("meta"), "on cpu, but its gradient .* on meta"),
+            (usual.to(torch.complex64), "float32.*, but its gradient .*complex64"),
+            (dtensor, "of shape .*, but its gradient a DTensor of shape"),
         ):
             params, momenta = [usual.clone(), usual.clone()], [usual * 0, usual * 0]
             grads = [usual, other if self.rank == CULPRIT else usual]
@@ -463,8 +463,8 @@ OF_PROCESS_GROUPS = {
     "no tp dim": GroupMistake({"tp": "all"}, "parameter 0 'w0'.*tp_dim_per_param"),
     "other tp dim": GroupMistake({"tp": "all"}, "parameter 0 'w0'.*contradict.*[Rr]ank 2", options=tp_dim(0, 1)),
     "tp dim of flatten": GroupMistake({"tp": "all"}, "cuts dimension 2", lambda rank: [(8, 6, 1, 3)], tp_dim(2), {"flatten": True}),
-    "columns of fsdp's rows": GroupMistake({"fsdp": "all"}, "parameter 1 'w1'.*fsdp_process_group.*differ in dimension 1", one_has((7, 5), (7, 6))),
-    "rows of tp's columns": GroupMistake({"tp": "all"}, "parameter 1 'w1'.*tp_process_group.*dimension 1.*differ in dimension 0", one_has((2, 6), (3, 6)), tp_dim({0: 0, 1: 1})),
+    "columns of fsdp's rows": GroupMistake({"fsdp": "all"}, "parameter 1 'w1'.*its pieces hold 147 of 140.*fsdp", one_has((7, 5), (7, 6))),
+    "rows of tp's columns": GroupMistake({"tp": "all"}, "parameter 1 'w1'.*its pieces hold 54 of 48.*tp along dimension 1", one_has((2, 6), (3, 6)), tp_dim({0: 0, 1: 1})),
     "shapes of replicas": GroupMistake({"ddp": "all"}, r"parameter 1 'w1'.*ddp_process_group.*shapes.*\(7, 6\)", one_has((7, 5), (7, 6))),
     "number": GroupMistake({"ddp": "a", "fsdp": "b"}, "ranks disagree about the number", lambda rank: [(8, 8)] * (1 if rank == CULPRIT else 2)),
     "ddp of some": GroupMistake({"ddp": "a", "fsdp": "b"}, "contradict|shapes", options=lambda rank: {} if rank % 2 else {"ddp_process_group": None}),

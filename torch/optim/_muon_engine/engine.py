@@ -185,13 +185,9 @@ class Engine:
             if param.param_group not in options:
                 options[param.param_group] = param.formulas.option_texts() | of_config
             fields = {
-                "name": fact.fields["name"],
-                # Before the shape, which follows from it.
-                "split": options[param.param_group]["split"],
-                "shape": fact.fields["shape"],
+                **fact.fields,
                 "dtype": str(param.tensor.dtype),
                 "grad_dtype": str(param.traits.momentum_dtype),
-                **fact.fields,
                 "requires_grad": str(not param.frozen),
                 "replaced": str(param.tensor not in before),
                 **options[param.param_group],

@@ -2,7 +2,7 @@
 and device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 from .dtensors import matrices_of_dtensor
 from .local import (
     fitting_part,
-    is_dtensor,
     is_placed_like,
     is_sum,
     like_param,
@@ -48,29 +47,25 @@ def problem_with(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    for words, value, other in _compared(param, grad):
-        if value != other:
-            return f"the parameter {words} {value}, but its gradient {other}"
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        problem = _problem_with_move(grad, param.placements)
-        return problem and f"its gradient's {problem}"
+        is_on_mesh = param.device_mesh == grad.device_mesh and param.shape == grad.shape
+        if is_on_mesh and param.placements != grad.placements:
+            problem = _problem_with_move(grad, param.placements)
+            return problem and f"its gradient's {problem}"
+    if fitting_part(param, grad) is None or param.is_complex() != grad.is_complex():
+        return (
+            f"the parameter is {_in_words(param)}, but its gradient {_in_words(grad)}"
+        )
     return ""
 
 
-def _compared(param: Tensor, grad: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """The properties that a parameter and its gradient must share: each in words, and of both."""
-    yield "is a DTensor", is_dtensor(param), is_dtensor(grad)
-    yield "is complex", param.is_complex(), grad.is_complex()
-    yield "has shape", tuple(param.shape), tuple(grad.shape)
-    local, local_grad = param, grad
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        yield "is on the mesh", param.device_mesh, grad.device_mesh
-        if param.placements != grad.placements:
-            # It is brought to the parameter's placements.
-            return
-        local, local_grad = param._local_tensor, grad._local_tensor
-    yield "is on", local.device, local_grad.device
-    yield "here has shape", tuple(local.shape), tuple(local_grad.shape)
+def _in_words(tensor: Tensor) -> str:
+    """What a parameter and its gradient share."""
+    local = local_part(tensor)
+    text = f"of shape {tuple(tensor.shape)}, {tensor.dtype}, on {local.device}"
+    if isinstance(tensor, DTensor):
+        text = f"a DTensor {text}, here of shape {tuple(local.shape)}, on {tensor.device_mesh}"
+    return text
 
 
 def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:

@@ -177,8 +177,9 @@ class OwnParts:
         self._found: list[tuple[Matrix, Cuts, float]] = []
         # Those that groups share, once the parts of all ranks are put together.
         self.joined: list[Matrix] = []
-        # Also stacks of which this rank has no matrix.
-        self._params: list[Param] = []
+        # Parameter -> its number among those of the same expert, or of none. Ranks name the matrices by it.
+        self._numbers: dict[int, int] = {}
+        self._counts: Counter[int | None] = Counter()
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -186,10 +187,7 @@ class OwnParts:
         """Reads what FSDP1 manages, and adds the groups of its units, in which this rank must report a later error."""
         if self._reader.module is not None:
             self.views = fsdp1.views(self._reader.module)
-        for param, (tensors, groups) in (self.views or {}).items():
-            # A flat parameter has the tensors of its whole unit.
-            if not getattr(param, "_is_flat_param", False):
-                continue
+        for tensors, groups in (self.views or {}).values():
             self._cuts_of(groups, {})
             for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
                 if spec.mesh.ndim == 1:
@@ -212,7 +210,9 @@ class OwnParts:
         if reader.problem:
             raise ValueError(reader.problem)
         self._tp_dims.check(param)
-        self._params.append(param)
+        # Also a stack of which this rank has no matrix.
+        self._numbers[param.index] = self._counts[param.expert]
+        self._counts[param.expert] += 1
         given = reader.given.get("fsdp")
         view = fsdp1.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
@@ -384,13 +384,14 @@ class OwnParts:
         """The matrices, with the layouts that this rank and those of its groups make of their parts. Raises an error of this
         rank after the exchange.
         """
-        names, rank = self._names(), process_rank()
+        rank = process_rank()
         # Equal parts are one object, so that a message has each once.
         equal: dict[tuple, Part] = {}
         parts: dict[Name, Part] = {}
         sums: dict[Name, float] = {}
-        for name, (matrix, cuts, total) in zip(names, self._found):
+        for matrix, cuts, total in self._found:
             if cuts:
+                name = self._name_of(matrix)
                 content = matrix.shape, matrix.layout.digest, cuts
                 part = Part(matrix.shape, matrix.layout, cuts)
                 parts[name], sums[name] = equal.setdefault(content, part), total
@@ -411,10 +412,11 @@ class OwnParts:
         # Equal parts on all ranks have one layout.
         layouts: dict[tuple, tuple[Shape, Layout]] = {}
         matrices: list[Matrix] = []
-        for name, (matrix, cuts, _) in zip(names, self._found):
+        for matrix, cuts, _ in self._found:
             if not cuts:
                 matrices.append(matrix)
                 continue
+            name = self._name_of(matrix)
             shared = (id(of_rank.parts.get(name)) for of_rank in told.values())
             content = name[0] is None, *shared
             if content not in layouts:
@@ -430,15 +432,8 @@ class OwnParts:
             matrices.append(joined)
         return matrices
 
-    def _names(self) -> list[Name]:
-        """How ranks name the matrices."""
-        counts: Counter[int | None] = Counter()
-        # Parameter -> its number among those of the same expert, or of none.
-        numbers: dict[int, int] = {}
-        for param in self._params:
-            numbers[param.index] = counts[param.expert]
-            counts[param.expert] += 1
-        return [(m.param.expert, numbers[m.index], m.sub) for m, _, _ in self._found]
+    def _name_of(self, matrix: Matrix) -> Name:
+        return matrix.param.expert, self._numbers[matrix.index], matrix.sub
 
 
 def _has_no_other_of(group: ProcessGroup, ranks: Sequence[int]) -> bool:

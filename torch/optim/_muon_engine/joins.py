@@ -111,16 +111,12 @@ def _joined(
         others = told[member].parts[name].cuts[: len(inner)]
         shape, replicas[member] = _joined(member, name, others, told)
         shapes.append(shape)
-    where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"
-    dim = cut.dim
-    if dim is None and len({*shapes}) > 1:
-        raise ValueError(f"{where} the ranks have different shapes: {shapes}")
-    if dim is not None and len({shape[1 - dim] for shape in shapes}) > 1:
+    if cut.dim is not None:
+        return _end_to_end(shapes, [*replicas.values()], cut.dim)
+    if len({*shapes}) > 1:
         raise ValueError(
-            f"{where} shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension {1 - dim}"
+            f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)}) the ranks have different shapes: {shapes}"
         )
-    if dim is not None:
-        return _end_to_end(shapes, [*replicas.values()], dim)
     all_rows = [row for rows in replicas.values() for row in rows]
     held = {tuple(regions for regions, _ in row) for row in all_rows}
     # FSDP1's NO_SHARD replicates.

@@ -31,14 +31,11 @@ def takes_update(tensor: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum of
-    floats is made in a wider dtype, so that the order of its terms hardly counts.
+    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum is made
+    in float64, so that the order of its terms hardly counts.
     """
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    wide = torch.float64 if tensor.dtype.itemsize >= 4 else torch.float32
-    if not tensor.is_floating_point():
-        wide = tensor.dtype
-    whole = tensor.to(wide).redistribute(tensor.device_mesh, placements)
+    whole = tensor.to(torch.float64).redistribute(tensor.device_mesh, placements)
     return whole.to(tensor.dtype)
 
 
@@ -137,22 +134,14 @@ def device_of(
     params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
 ) -> torch.device:
     """The device of the communication buffers of the ranks that share ``params``, in ``groups`` of theirs."""
-    # Device type of a mesh -> the device of a local tensor.
-    local_devices: dict[str, torch.device] = {}
-    for param in params:
-        if isinstance(param, DTensor):
-            device_type = param.device_mesh.device_type
-            local_devices[device_type] = param._local_tensor.device
-    if len(local_devices) > 1:
+    of_meshes = {p.device_mesh.device_type for p in params if isinstance(p, DTensor)}
+    if len(of_meshes) > 1:
         raise ValueError(
-            f"the parameters are on meshes of different device types: {sorted(local_devices)}; give each type its own Muon"
+            f"the parameters are on meshes of different device types: {sorted(of_meshes)}; give each type its own Muon"
         )
-    device = torch.device("cpu")
-    if len(params):
-        device = params[0].device
-    for device_type, local_device in local_devices.items():
-        device = local_device
-        if local_device.type != device_type:
+    device = params[0].device if len(params) else torch.device("cpu")
+    for device_type in of_meshes:
+        if device.type != device_type:
             # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
             device = current_device(device_type)
     for group in groups:

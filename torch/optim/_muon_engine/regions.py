@@ -30,11 +30,6 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return self.height * self.width
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements follow each other in local storage."""
-        return self.height <= 1 or self.width == self.stride
-
     def shifted(self, dim: int, by: int) -> "Region":
         """This rectangle ``by`` rows (dim 0) or columns (dim 1) further on in the matrix."""
         if dim:
@@ -152,11 +147,10 @@ def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
     for region in regions:
         rows |= {region.row, region.row + region.height}
         columns |= {region.column, region.column + region.width}
-    row_edges, column_edges = sorted(rows), sorted(columns)
-    row_place = {edge: place for place, edge in enumerate(row_edges)}
-    column_place = {edge: place for place, edge in enumerate(column_edges)}
+    row_place = {edge: place for place, edge in enumerate(sorted(rows))}
+    column_place = {edge: place for place, edge in enumerate(sorted(columns))}
     # How many regions hold each cell between the edges.
-    size = len(row_edges) - 1, len(column_edges) - 1
+    size = len(rows) - 1, len(columns) - 1
     holders = torch.zeros(size, dtype=torch.int32, device="cpu")
     numel = 0
     for row, column, height, width, _, _ in regions:
@@ -164,9 +158,8 @@ def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
         left, right = column_place[column], column_place[column + width]
         holders[first:last, left:right] += 1
         numel += height * width
-    for place, other in (holders > 1).nonzero().tolist():
-        top, bottom = row_edges[place : place + 2]
-        return f"pieces overlap: rows {top} to {bottom}, column {column_edges[other]}"
-    if (row_edges[-1], column_edges[-1]) != shape or (holders == 0).any():
+    if (holders > 1).any():
+        return "its pieces overlap"
+    if (max(rows), max(columns)) != shape or (holders == 0).any():
         return f"its pieces hold {numel} of {math.prod(shape)} elements"
     return ""
