@@ -26,6 +26,7 @@ from torch.optim._muon_engine.plan import (
     assign_owners,
     Bucket,
     make_plan,
+    numel_of,
     Phase,
     Plan,
     ROUNDS_IN_FLIGHT,
@@ -199,7 +200,7 @@ class Step:
             rounds.append([*of_round.sizes.items()])
         if phase is Phase.GATHER:
             blended = sum(bucket.exchange.send_sizes)
-            blended += sum(move.region.numel for move in bucket.kept)
+            blended += numel_of(bucket.kept)
             self.pass_over(12 * held + 18 * blended)
             self.transfer(index, own, others)
             return

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ._muon_engine import fsdp1, fsdp2
-from ._muon_engine.plan import Bucket, Phase, ROUNDS_IN_FLIGHT
+from ._muon_engine.plan import Bucket, numel_of, Phase, ROUNDS_IN_FLIGHT
 from ._muon_engine.process_groups import counted, listed
 from ._muon_engine.step import TOGETHER_BYTES
 from ._newton_schulz import NS_DTYPE
@@ -77,9 +77,9 @@ def _memory(engine: Any) -> int:
         held = sum(bucket.exchange.send_sizes)
         received = 0
         for of_round in bucket.rounds[:ROUNDS_IN_FLIGHT]:
-            received += sum(move.region.numel for move in of_round.incoming)
+            received += numel_of(of_round.incoming)
         if bucket.rounds:
-            held += sum(move.region.numel for move in bucket.kept)
+            held += numel_of(bucket.kept)
         packed = held + sum(bucket.exchange.receive_sizes)
         # Regions are blended and updated in the dtype of parameters.
         working = 0

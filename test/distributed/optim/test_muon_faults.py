@@ -51,7 +51,7 @@ class Phase(NamedTuple):
 
 
 NAMED = r"parameter \d+ of shape \(8, 8\)"
-UNREACHED = rf"could not (reach|make a process group of) ranks .*share {NAMED}"
+UNREACHED = rf"the comparison, with {NAMED}.* failed"
 EXCHANGE = rf"the (gather|scatter|forwarding|all-reduce) of .*, with {NAMED}.* failed"
 
 AGREEMENT = Phase(dist, "all_reduce", UNREACHED)

@@ -8,8 +8,7 @@ to 255. A rank without an opinion sends zero twice. Ranks send texts only if the
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from . import process_groups
-from .process_groups import device_of_group, listed, Ranks
+from .flights import naming
+from .process_groups import device_of_group, Ranks
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
@@ -94,8 +94,8 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
     # The tensors of a dry run may be fake, but this exchange is real.
     with unset_fake_temporarily():
         for meeting in meetings:
-            described = [description for description, _ in meeting.signatures]
-            with reaching(meeting.ranks, described):
+            described = (description for description, _ in meeting.signatures)
+            with naming("comparison", meeting.ranks, described):
                 found = _disagreement(meeting, problem)
             problem = problem or found
     try:
@@ -129,21 +129,6 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     if not text:
         text, advice = first_difference(everyone, derived=True), _ONE_GRID
     return Problem(ValueError, f"{text}. {advice}")
-
-
-@contextmanager
-def reaching(ranks: Sequence[int], shared: Sequence[str]) -> Iterator[None]:
-    """Raises a RuntimeError that names the other ranks and what they have ``shared``, if a collective fails."""
-    try:
-        yield
-    except process_groups.OWN_ERRORS:
-        raise
-    except RuntimeError as failed:
-        others = sorted(set(ranks) - {dist.get_rank()})
-        raise RuntimeError(
-            f"could not reach ranks {others}, which share {listed(shared, 1) or 'parameters'} with this one. One of them "
-            f"ended, failed, or did not build its Muon within the timeout: {failed}"
-        ) from failed
 
 
 def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:

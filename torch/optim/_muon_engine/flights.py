@@ -1,7 +1,7 @@
 """Collectives in flight, and their errors."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 
@@ -10,6 +10,20 @@ from .process_groups import listed, OWN_ERRORS, Ranks
 
 class CollectiveError(RuntimeError):
     """A collective failed."""
+
+
+@contextmanager
+def naming(name: str, ranks: Iterable[int], carried: Iterable[str]) -> Iterator[None]:
+    """Names a collective among ``ranks`` in the backend's error, and the matrices or parameters that it ``carried``."""
+    try:
+        yield
+    except OWN_ERRORS:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the {name}, with {listed([*carried])}, among ranks {[*ranks]} failed. One of these ranks ended, failed before it, did "
+            f"not build its Muon or call step() within the timeout, or changed its parameters alone: {error}"
+        ) from error
 
 
 class InFlight:
@@ -36,19 +50,8 @@ class InFlight:
             with self._naming(name, ranks):
                 work.wait()
 
-    @contextmanager
-    def _naming(self, name: str, ranks: Ranks) -> Iterator[None]:
-        """Names the collective in the backend's error, and the matrices that it carried."""
-        try:
-            yield
-        except OWN_ERRORS:
-            raise
-        except RuntimeError as error:
-            carried = listed([matrix.described for matrix in self.matrices])
-            raise CollectiveError(
-                f"the {name}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before "
-                f"it, did not call step(), or changed its parameters alone: {error}"
-            ) from error
+    def _naming(self, name: str, ranks: Ranks) -> AbstractContextManager:
+        return naming(name, ranks, (matrix.described for matrix in self.matrices))
 
 
 def drain(flights: Iterable[InFlight]) -> None:

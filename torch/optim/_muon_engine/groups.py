@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp1
-from .agreement import agree, gathered_along, Meeting, reaching
+from .agreement import agree, gathered_along, Meeting
+from .flights import naming
 from .dtensors import Fact, matrices_of_dtensor, mesh_ranks, Reader
 from .joins import (
     Cut,
@@ -401,8 +402,8 @@ class OwnParts:
         if self.error is None:
             own = Told(parts, sums, ep_ranks)
         everyone = {member for _, ranks in order for member in ranks}
-        described = [matrix.described for matrix, _, _ in self._found]
-        with reaching([*everyone], described):
+        described = (matrix.described for matrix, _, _ in self._found)
+        with naming("exchange of parts", everyone, described):
             told = gathered_along([self.group_of[group] for group in order], own)
         if self.error is not None:
             raise self.error

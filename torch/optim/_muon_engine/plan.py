@@ -35,6 +35,10 @@ class Move(NamedTuple):
     region: Region
 
 
+def numel_of(moves: Iterable[Move]) -> int:
+    return sum(move.region.numel for move in moves)
+
+
 class Exchange(NamedTuple):
     """The gather of a bucket on one rank: what it sends to the owners in its row, and what it receives as an owner, in the
     order of its peers. The scatter is the reverse: an update has the place of the momentum that it came from.
@@ -175,7 +179,6 @@ def order_of_operations(
     keyed: list[tuple[tuple, Operation]] = []
     for index, (grid, k) in enumerate(buckets):
         place, last = places[grid], counts[grid] - 1
-        forwards = has_forward(grid)
 
         def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
             return (1, place, turn, step) if turn <= last else after
@@ -183,14 +186,14 @@ def order_of_operations(
         gather: tuple = (0, place, k, 0)
         if k > prefetch_count:
             gather = (1, place, k - prefetch_count - 1, 3)
-        forward = during_compute_or_after(k + 1, 1, (2, 0, place))
-        apply = during_compute_or_after(k + 1 + forwards, 2, (2, 1, place, k))
-        if is_serial:
-            forward, apply = (1, place, k, 1), (1, place, k, 2)
         keyed.append((gather, Operation(Phase.GATHER, index)))
         keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
-        if forwards:
+        turn = k if is_serial else k + 1
+        if has_forward(grid):
+            forward = during_compute_or_after(turn, 1, (2, 0, place))
             keyed.append((forward, Operation(Phase.FORWARD, index)))
+            turn = k if is_serial else k + 2
+        apply = during_compute_or_after(turn, 2, (2, 1, place, k))
         keyed.append((apply, Operation(Phase.APPLY, index)))
     return [operation for _, operation in sorted(keyed, key=lambda pair: pair[0])]
 
@@ -369,8 +372,8 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
     exchange = Exchange(
         [move for of_peer in sent for move in of_peer],
         [move for of_peer in received for move in of_peer],
-        [sum(m.region.numel for m in of_peer) for of_peer in sent],
-        [sum(m.region.numel for m in of_peer) for of_peer in received],
+        [numel_of(of_peer) for of_peer in sent],
+        [numel_of(of_peer) for of_peer in received],
     )
     updates: dict[int, list[Move]] = {}
     for of_replica in grid if len(grid) > 1 else ():
@@ -406,7 +409,7 @@ def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:
             incoming: list[Move] = []
             for peer, pieces in pieces_of.items():
                 if number < len(pieces):
-                    sizes[peer] = sum(move.region.numel for move in pieces[number])
+                    sizes[peer] = numel_of(pieces[number])
                     moves = outgoing if peer == rank else incoming
                     moves += pieces[number]
             rounds.append(Round(start, sizes, outgoing, incoming))

@@ -25,6 +25,7 @@ from .plan import (
     Bucket,
     buckets_in_flight,
     Move,
+    numel_of,
     Phase,
     Plan,
     Round,
@@ -68,7 +69,7 @@ class BucketFlight(InFlight):
         self.rounds: list[RoundFlight] = []
         for of_round in bucket.rounds:
             self.rounds.append(RoundFlight(self, of_round, groups.column, rank))
-        kept = sum(move.region.numel for move in bucket.kept) if self.rounds else 0
+        kept = numel_of(bucket.kept) if self.rounds else 0
         self._numels = sum(bucket.exchange.send_sizes), kept
         self.free_memory()
 
