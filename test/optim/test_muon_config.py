@@ -339,6 +339,8 @@ class TestGroups(MuonTestCase):
                 optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
                 optimizer.step()
                 # A group that is refused changes nothing.
+                with self.assertRaisesRegex(ValueError, "only supports 2D"):
+                    optimizer.add_param_group({"params": make_params((3,))})
                 if config is not None:
                     tied = "parameter 2 and parameter 3 are the same"
                     with self.assertRaisesRegex(ValueError, tied):

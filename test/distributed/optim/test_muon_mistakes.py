@@ -460,6 +460,7 @@ def experts(ids):
 
 OF_PROCESS_GROUPS = {
     "tp dim out of range": GroupMistake({"tp": "all"}, r"dimension -3.*parameter 1.*\(8, 8\)", options=tp_dim({}, {1: -3}), kind=IndexError),
+    "tp dim of no parameter": GroupMistake({"tp": "all"}, r"tp_dim_per_param names parameters \[2\]", options=tp_dim({0: 0, 2: 0})),
     "no tp dim": GroupMistake({"tp": "all"}, "parameter 0 'w0'.*tp_dim_per_param"),
     "other tp dim": GroupMistake({"tp": "all"}, "parameter 0 'w0'.*contradict.*[Rr]ank 2", options=tp_dim(0, 1)),
     "tp dim of flatten": GroupMistake({"tp": "all"}, "cuts dimension 2", lambda rank: [(8, 6, 1, 3)], tp_dim(2), {"flatten": True}),
