@@ -2,12 +2,10 @@
 """The functions of a config outside of a step, and functions of users on several ranks."""
 
 import itertools
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
@@ -110,20 +108,6 @@ class TestMuonUserFunctions(OnCPU):
         with self.everywhere():
             self.assertNotIn("all_reduce", seen.names)
             self.assertEqual(torch.equal(param, before), self.rank == 2)
-
-    def test_owner_that_hands_on_nothing(self):
-        """The other rank of each pair waits for the owner until the timeout of their group."""
-        pairs = [(0, 1), (2, 3)]
-        groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in pairs]
-        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
-        config = create_dtensor_config()
-        built = config.redistribute_fn
-        config.redistribute_fn = lambda full, rank, state: built(None, rank, state)
-        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
-        twins.set_gradients()
-        is_owner = bool(twins.optimizer.assignments.get(self.rank))
-        pattern = "redistribute_fn needs the update" if is_owner else ""
-        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
 
     def test_wrapped_functions_over_fsdp1(self):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""

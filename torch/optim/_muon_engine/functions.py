@@ -265,18 +265,14 @@ class FunctionStep:
             )
         return piece
 
-    def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
+    def broadcast(self, index: int, update: Any, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every rank that shares it, for a factory's ``redistribute_fn``."""
-        owner, param = self._owners[index], self.engine.params[index]
+        owner, local = self._owners[index], local_part(self.engine.params[index].tensor)
         if owner != self.rank:
-            update = local_part(param.tensor).new_empty(shape, dtype=NS_DTYPE)
-        elif update is None or update.shape != shape:
-            raise RuntimeError(
-                f"redistribute_fn needs the update of {param.described} on its owner, of shape {tuple(shape)}"
-            )
+            update = local.new_empty(shape, dtype=NS_DTYPE)
         ranks = self._matrices[index][0].layout.ranks
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
-        update = update.to(self.engine.device, NS_DTYPE).contiguous()
+        update = update.to(self.engine.device, NS_DTYPE).reshape(shape).contiguous()
         if len(ranks) > 1:
             group = spanning_group(ranks, self.engine.reader.candidates)
             dist.broadcast(update, owner, group=group)
