@@ -192,7 +192,7 @@ OF_CONFIGS = {
     "prefetch count": Mistake(flag("prefetch_count", 3), f"prefetch_count {is_on('1', '3')}"),
     "async": Mistake(flag("async_gpu_parallelism", False), f"async_gpu_parallelism {is_on('True', 'False')}"),
     "own gather_fn": Mistake(lambda build: wrap_functions(build.config, "gather_fn"), "functions of your own is .* on rank 0 and .*gather.* on rank 2"),
-    "no assignment": Mistake(assigned(None), "must return a dict .*, not None", TypeError),
+    "no assignment": Mistake(assigned(None), "'NoneType' object has no attribute", (AttributeError, RuntimeError)),
     "two owners": Mistake(assigned({0: [0, 1], 1: [1]}), r"missing \[2\].*'w2'.*more than once \[1\].*'w1'", AssertionError),
     "unknown parameter": Mistake(assigned({0: [0, 1, 2, 3]}), r"0 to 2.*unknown \[3\]", AssertionError),
     "unknown owner": Mistake(assigned({0: [0, 1], 9: [2]}), "rank 9.*0 to 3"),

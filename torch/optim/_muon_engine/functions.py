@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,6 @@ def call_assign_fn(
         entries |= {"rank": engine.rank, "world_size": engine.world_size}
     with lent(config.state, entries):
         assignments = config.assign_fn([p.tensor for p in params], config.state)
-    if not isinstance(assignments, Mapping):
-        raise TypeError(
-            f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
-        )
     owner_of: dict[int, int] = {}
     doubled: list[int] = []
     for rank, indices in assignments.items():

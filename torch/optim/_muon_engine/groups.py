@@ -191,8 +191,7 @@ class OwnParts:
         for tensors, groups in (self.views or {}).values():
             self._cuts_of(groups, {})
             for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
-                if spec.mesh.ndim == 1:
-                    self._cuts_of({"tp": spec.mesh.get_group()}, {})
+                self._cuts_of({"tp": spec.mesh.get_group()}, {})
 
     def _cuts_of(self, groups: Groups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
@@ -335,10 +334,6 @@ class OwnParts:
         self, matrix: Matrix, spec: DTensorSpec
     ) -> tuple[ProcessGroup, int | None]:
         """Group and dimension of the TP that FSDP1 found when it flattened a matrix."""
-        if spec.mesh.ndim != 1:
-            raise ValueError(
-                f"{matrix.described}: FSDP1 over a mesh of {spec.mesh.ndim} dimensions is not supported; use fully_shard"
-            )
         (placement,) = spec.placements
         config_dim = self._tp_dims.of(matrix.param)
         dim = getattr(placement, "dim", None)
