@@ -214,12 +214,6 @@ def set_gradient(index, gradient):
     return lambda twins: setattr(twins.params[index], "grad", gradient)
 
 
-def replicated_gradient(twins):
-    ones = torch.ones(8, 8)
-    gradient = DTensor.from_local(ones, mesh_of(4), (R,), run_check=False)
-    twins.params[0].grad = gradient
-
-
 def set_momentum(buffer):
     def make(twins):
         twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
@@ -245,7 +239,6 @@ IN_STEPS = {
     "missing gradient that is a sum": in_step(set_gradient(1, None), "some have none.*parameter 1 "),
     "missing gradient in a pair": in_step(set_gradient(3, None), f"some have none.*parameter 3 |{TOLD}", "some have none.*parameter 3 "),
     "sparse gradient": in_step(set_gradient(0, torch.ones(8, 8).to_sparse()), UNUSABLE, "parameter 0.*sparse"),
-    "gradient that is placed otherwise": in_step(replicated_gradient, "different placements.*parameter 0 .*is usual on rank 0"),
     "learning rate": in_step(set_option(lr=0.5), "different hyperparameters"),
     "type of an option": in_step(set_option(eps="1e-7"), TOLD, "eps must be a number"),
     "flag": in_step(flag("prefetch_count", 3), TOLD, "Set them before you build"),

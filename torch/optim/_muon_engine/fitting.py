@@ -120,15 +120,6 @@ def _replicated(tensor: DTensor) -> Sequence[Placement]:
     return [Replicate()] * tensor.device_mesh.ndim
 
 
-def redistributions(param: Tensor, momentum: Any, gradient: Tensor | None) -> str:
-    """The tensors that collectives must bring to the placements of ``param``, in words; "" without any. A ``momentum`` of None fits."""
-    moved: list[str] = []
-    for kind, tensor in (("momentum", momentum), ("gradient", gradient)):
-        if isinstance(tensor, DTensor) and not is_placed_like(param, tensor):
-            moved.append(f"{kind} {tensor.placements}")
-    return ", ".join(moved)
-
-
 def cut_out(matrices: Sequence[Matrix], full: Tensor, like: Tensor) -> Tensor:
     """This rank's shards of ``full``, placed like ``like``. One contribution to a sum takes all of it."""
     rank, part = process_rank(), local_part(like)

@@ -60,16 +60,6 @@ class ParamInputs:
         lacks_gradient = gradient is not None and self.gradient is None
         if lacks_gradient and not self.problem:
             self.problem = fitting.problem_with(tensor, gradient)
-        # Whether momentum and gradient, if there is one, are as a step takes them.
-        fits = self.misfit is None and not lacks_gradient
-        self.is_placed = fits and not param.is_sum and not param.flatten
-
-    @property
-    def redistributions(self) -> str:
-        """The placements that collectives of DTensor's must change, in words; "" for none."""
-        return fitting.redistributions(
-            self.param.tensor, self.misfit, self.user_gradient
-        )
 
     def _new_momentum(self) -> Tensor:
         tensor = self.param.tensor
@@ -141,10 +131,8 @@ class StepInputs:
         self.params: list[Any] = [None] * len(ordered)
         self.problems: list[str] = []
         self.without_gradient: list[Param] = []
-        # Parameter index -> the placements of its momentum and gradient, if collectives must change them.
-        self.redistributions: dict[int, str] = {}
-        # Those whose gradient or momentum is not yet as a step takes it.
-        self._to_place: list[ParamInputs] = []
+        # In the order of all ranks.
+        self._usable: list[ParamInputs] = []
         # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
         self._step_sizes: dict[Hashable, Any] = {}
         self._states = states
@@ -160,10 +148,7 @@ class StepInputs:
                 continue
             if gradient is None:
                 self.without_gradient.append(param)
-            if not of_param.is_placed:
-                self._to_place.append(of_param)
-                if changes := of_param.redistributions:
-                    self.redistributions[index] = changes
+            self._usable.append(of_param)
         # Whether every parameter has a gradient that can be used.
         self.is_complete = not self.problems and not self.without_gradient
 
@@ -188,7 +173,7 @@ class StepInputs:
         """Makes all momenta and gradients what a step takes. All ranks do so in one order of parameters, of which
         ``progress`` is told.
         """
-        for of_param in self._to_place:
+        for of_param in self._usable:
             param = of_param.param
             progress.now = "placement of the gradient", [param]
             of_param.place(self._states[param.tensor], self.formulas[param.param_group])

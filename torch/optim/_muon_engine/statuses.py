@@ -47,10 +47,7 @@ _CHANGED_ALONE = (
 ELSEWHERE = (
     "ranks that share matrices with this one have a problem. Their error says how"
 )
-_OTHER_OPTIONS = (
-    "the ranks have different hyperparameters, because a scheduler or a checkpoint changed those of some ranks only, or "
-    "gradients or momentum of different placements, which DTensor's redistribute() cannot change then"
-)
+_OTHER_OPTIONS = "the ranks have different hyperparameters, because a scheduler or a checkpoint changed those of some ranks only"
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
     "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
@@ -140,18 +137,11 @@ class Statuses(InFlight):
         self.launch("all-reduce of statuses", ranks, start, table)
 
     def _options_digest(self, inputs: StepInputs) -> int:
-        """A digest of the options of each gradient, and of the placements that DTensor's collectives must change. Ranks may
-        have equal options in one parameter group or in several.
-        """
+        """A digest of the options of each matrix. Ranks may have equal options in one parameter group or in several."""
         of_groups = [formulas.options_digest for formulas in inputs.formulas]
         digests = [of_groups[m.param.param_group] for m in self.matrices]
         runs = [(digest, len([*run])) for digest, run in itertools.groupby(digests)]
-        changes: dict[int, str] = {}
-        for place, matrix in enumerate(self.matrices if inputs.redistributions else ()):
-            # Those of other grids do not count.
-            if matrix.index in inputs.redistributions:
-                changes[place] = inputs.redistributions[matrix.index]
-        return zlib.crc32(repr((runs, changes)).encode())
+        return zlib.crc32(repr(runs).encode())
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
@@ -184,15 +174,12 @@ class Statuses(InFlight):
             if differs[places].any():
                 shared = listed([matrix.described for matrix in self.matrices], 4)
                 return f"{text}. This rank's optimizer has {shared}"
-        # A rank without a gradient has none to move, so this is not a difference of placements.
         if gradients := self._other_gradients(differs):
             return gradients
         if differs[_OPTIONS].any():
             # A rank with a problem may have no inputs.
             knows_more = inputs is not None and not has_problem
-            return _OTHER_OPTIONS + (
-                self._first_difference(inputs) if knows_more else ""
-            )
+            return _OTHER_OPTIONS + (self._first_option(inputs) if knows_more else "")
         return ELSEWHERE if has_problem else ""
 
     def _other_gradients(self, differs: Tensor) -> str:
@@ -209,13 +196,11 @@ class Statuses(InFlight):
                 return f"{reason}: {listed(found[reason], 4)}"
         return ""
 
-    def _first_difference(self, inputs: StepInputs) -> str:
-        """The first option or placement that differs, and its values. All ranks of the grid make this call."""
+    def _first_option(self, inputs: StepInputs) -> str:
+        """The first option that differs, and its values. All ranks of the grid make this call."""
         own: list[Signature] = []
         for matrix in self.matrices:
-            fields = inputs.formulas_of(matrix).option_texts()
-            fields["placements"] = inputs.redistributions.get(matrix.index, "usual")
-            own.append((matrix.described, fields))
+            own.append((matrix.described, inputs.formulas_of(matrix).option_texts()))
         return f": {first_difference(gathered_along(self._groups.several, own))}"
 
     def _other_values(self, inputs: StepInputs) -> str:
