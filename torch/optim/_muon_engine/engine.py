@@ -101,8 +101,6 @@ class Engine:
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
-            # A device may not have room for the memory of both.
-            former._runner = None
             restarted = inherit_momentum(replaced, states)
             self._warn_about_restarted(
                 restarted + drop_misshapen_momentum(params, states)

@@ -298,27 +298,25 @@ def cut_into_buckets(
                 bound + (of_others if number % in_flight else of_first)
                 for number in range(count)
             ]
-            buckets, total = _spread(busiest_first, limits)
-            if buckets and total < least:
-                shortest, least = buckets, total
+            for total, buckets in _spread(busiest_first, limits):
+                if total < least:
+                    shortest, least = buckets, total
             if least <= MAX_STRETCH * busiest:
                 return shortest
     # A bucket for each matrix of an owner always fits.
-    return shortest or _spread(busiest_first, [largest] * longest)[0]
+    return shortest or next(_spread(busiest_first, [largest] * longest))[1]
 
 
 def _spread(
     queues: Sequence[Sequence[Matrix]], limits: Sequence[int]
-) -> tuple[list[list[Matrix]], int]:
-    """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, and the work of the
-    buckets' busiest owners, added up; no buckets if they do not fit.
+) -> Iterator[tuple[int, list[list[Matrix]]]]:
+    """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, after the work of the
+    buckets' busiest owners, added up; nothing if they do not fit.
 
     Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
     owners before it. A second round knows the heights of all.
     """
     count = len(limits)
-    shortest: list[list[Matrix]] = []
-    least = 0
     known = [0] * count
     for _ in range(2):
         buckets: list[list[Matrix]] = [[] for _ in limits]
@@ -328,16 +326,14 @@ def _spread(
             for matrix in queue:
                 fitting = [k for k in range(count) if room[k] >= matrix.numel]
                 if not fitting:
-                    return shortest, least
+                    return
                 bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
                 buckets[bucket].append(matrix)
                 work[bucket] += matrix.flops
                 room[bucket] -= matrix.numel
             heights = [max(both) for both in zip(heights, work)]
-        if not shortest or sum(heights) < least:
-            shortest, least = [b for b in buckets if b], sum(heights)
+        yield sum(heights), [b for b in buckets if b]
         known = heights
-    return shortest, least
 
 
 # Exchanges
