@@ -215,8 +215,7 @@ class MuonFormulas(NamedTuple):
         if with_grad:
             self.accumulate(with_grad, present)
         if targets:
-            pairs = zip(bufs, grads, strict=True)
-            blended = [buf if grad is None else grad for buf, grad in pairs]
+            blended = [buf if grad is None else grad for buf, grad in zip(bufs, grads)]
             torch._foreach_copy_(list(targets), list(self.blend(list(bufs), blended)))
 
     def has_kernels(self, device: torch.device) -> bool:

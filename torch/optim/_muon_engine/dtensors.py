@@ -44,8 +44,8 @@ class Reader:
     def __init__(self) -> None:
         # Index in the config -> the expert's id.
         self.experts: Mapping[int, int] = {}
-        # Of the parameters that were read last: the facts that ranks compare, and the groups in which they meet, one after
-        # another. After an error, only some parameters have facts.
+        # Of the parameters that were read last: the facts that ranks compare, and the groups of several ranks in which they
+        # meet, one after another. After an error, only some parameters have facts.
         self.facts: list[Fact] = []
         self.groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
         # The groups that may be those of a grid's ranks, from the parameters that were read last.
@@ -90,7 +90,8 @@ class Reader:
         self.groups_of, self.candidates = {}, []
         for mesh in meshes:
             groups = mesh.get_all_groups()
-            self.groups_of.setdefault(ranks_of[mesh], groups)
+            several = [group for group in groups if group.size() > 1]
+            self.groups_of.setdefault(ranks_of[mesh], several)
             self.candidates += [*groups, *_flattened_groups(mesh)]
         self.facts = []
         for param, mesh in sorted(placed, key=lambda of: of[0].place_of_expert):

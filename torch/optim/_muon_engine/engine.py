@@ -196,11 +196,8 @@ class Engine:
             signatures.setdefault(fact.ranks, []).append((fact.described, fields))
         meetings: list[Meeting] = []
         for ranks, of_ranks in signatures.items():
-            if len(ranks) > 1:
-                several = [
-                    group for group in reader.groups_of[ranks] if group.size() > 1
-                ]
-                meetings.append(Meeting(ranks, several, of_ranks))
+            if reader.groups_of[ranks]:
+                meetings.append(Meeting(ranks, reader.groups_of[ranks], of_ranks))
         # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
         return sorted(meetings, key=lambda of: (len(of.ranks), of.ranks))
 
