@@ -651,7 +651,7 @@ def _run_pass(
         low_bits |= first | second | third | numel
         table += [*row, programs]
         programs += triton.cdiv(numel, _CHUNK)
-    jobs = torch.tensor(table, dtype=torch.int64)
+    jobs = torch.tensor(table, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         # From pinned memory, the host does not wait for the copy.
         jobs = jobs.pin_memory().to(device, non_blocking=True)

@@ -204,18 +204,18 @@ class Engine:
     def _connect(self, device_index: int | None) -> None:
         """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
         meetings: list[Meeting] = []
-        for grid, groups in self.groups.items():
+        # Fewer ranks first, as always.
+        for grid, groups in reversed(self.groups.items()):
             if groups.several:
                 meetings.append(Meeting(ranks_of(grid), groups.several, ()))
-        runner = self._make_runner()
         own_error = None
         with torch.accelerator.device_index(device_index):
             try:
-                runner.reserve(self.config.prefetch_count)
+                self._make_runner().reserve(self.config.prefetch_count)
             except Exception as error:
                 own_error = error
             agree(meetings, own_error)
-        runner.connect()
+            self._make_runner().connect()
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:

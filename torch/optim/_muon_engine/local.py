@@ -139,7 +139,8 @@ def device_of(
         raise ValueError(
             f"the parameters are on meshes of different device types: {sorted(of_meshes)}; give each type its own Muon"
         )
-    device = params[0].device if len(params) else torch.device("cpu")
+    of_params = (param.device for param in params if not param.is_cpu)
+    device = next(of_params, torch.device("cpu"))
     for device_type in of_meshes:
         if device.type != device_type:
             # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.

@@ -201,7 +201,10 @@ class Statuses(InFlight):
         own: list[Signature] = []
         for matrix in self.matrices:
             own.append((matrix.described, inputs.formulas_of(matrix).option_texts()))
-        return f": {first_difference(gathered_along(self._groups.several, own))}"
+        # Objects travel on the current device, which DDP does not ask its users to set.
+        with torch.accelerator.device_index(self.device.index):
+            everyone = gathered_along(self._groups.several, own)
+        return f": {first_difference(everyone)}"
 
     def _other_values(self, inputs: StepInputs) -> str:
         """The matrices whose replicas have different values, in words. All ranks of the grid make this call. The values are
@@ -215,8 +218,9 @@ class Statuses(InFlight):
         if not moved:
             return ""
         # Eight bytes for this rank's shard of each matrix. They are zeros without elements.
-        values = [_digest_of(matrix, inputs) for matrix in moved]
-        of_bytes = torch.stack(values).to(self._table.device).view(torch.uint8)
+        device = self._table.device
+        values = [_digest_of(matrix, inputs).to(device) for matrix in moved]
+        of_bytes = torch.stack(values).view(torch.uint8)
         table = torch.stack([of_bytes, 255 - of_bytes])[None]
         self._reduce(table, self._groups.column)
         self.wait()

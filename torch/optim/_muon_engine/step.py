@@ -149,8 +149,8 @@ class RoundFlight(InFlight):
         piece_of[self._rank] = self.sent
         nothing = self.sent[:0]
         pieces = [piece_of.get(peer, nothing) for peer in self._column]
-        group = self._group
-        if not held.is_cpu:
+        group: Any = self._group
+        if not held.is_cpu and group._get_backend(held.device).name() != "gloo":
             # One call, which NCCL makes as a group of broadcasts.
             def start(own: Tensor, *pieces: Tensor) -> Any:
                 return dist.all_gather([*pieces], own, group=group, async_op=True)
@@ -390,9 +390,9 @@ class PackedStep:
             # The kernels take contiguous tensors only.
             of_target = targets[place] if targets else momentum
             is_contiguous = momentum.is_contiguous() and of_target.is_contiguous()
-            kinds.append((matrix.param.param_group, is_contiguous))
+            kinds.append((matrix.param.param_group, momentum.dtype, is_contiguous))
         for places in self._together(kinds, momenta, inputs):
-            param_group, _ = kinds[places[0]]
+            param_group, *_ = kinds[places[0]]
             inputs.formulas[param_group].accumulate_and_blend(
                 [momenta[place] for place in places],
                 [gradients[place] for place in places],
