@@ -153,8 +153,8 @@ class TestMuonRules(TestCase):
 
     def test_steady_state(self):
         """The fourth step launches what the third one did. Nothing waits but copies of offloaded parameters."""
-        of_offloaded = PlacedMatrices(FOUR, (S0,), offloaded=True)
-        offloaded = Program(4, (of_offloaded, PlacedMatrices(FOUR, (S1,))))
+        replicas = PlacedMatrices(((0, 1), (2, 3)), (R, S0))
+        offloaded = Program(4, (replicas._replace(offloaded=True), replicas))
         copies = r"^the host waits for aten.(_to_)?copy_?.default$"
         for program, lr, waits in (
             (PROGRAMS["groups"], 0.02, None),

@@ -92,6 +92,8 @@ class Accelerator(Recorder):
         name, given = func.__name__, fake_tensors((args, kwargs))
         kinds = {tensor.device.type for tensor in given}
         waits = name.startswith(READING) and kinds - {"cpu"}
+        if name.startswith(("cat", "stack")) and len(kinds) > 1:
+            self.problems.append(f"{func} takes tensors of {kinds}")
         if name.startswith("_local_scalar_dense") and kinds:
             found = args[0].dtype == torch.bool
         elif name.startswith("equal") and kinds:
