@@ -145,12 +145,10 @@ def _end_to_end(
                 shards.append((regions, holder))
             start += shape[dim or 0]
         rows.append(tuple(sorted(shards)))
-    height, width = shapes[0]
-    if dim == 0:
-        height = sum(shape[0] for shape in shapes)
-    elif dim == 1:
-        width = sum(shape[1] for shape in shapes)
-    return (height, width), rows
+    whole = [*shapes[0]]
+    if dim is not None:
+        whole[dim] = sum(shape[dim] for shape in shapes)
+    return (whole[0], whole[1]), rows
 
 
 def _members(

@@ -184,17 +184,17 @@ class Statuses(InFlight):
 
     def _other_gradients(self, differs: Tensor) -> str:
         """The gradients that some ranks lack or cannot use, in words."""
-        found: dict[str, list[str]] = {}
         largest = self._host[:, 0].flatten()
+        unusable: list[str] = []
+        absent: list[str] = []
         for place, matrix in enumerate(self.matrices, _FIRST_GRADIENT):
             if largest[place] == Status.UNUSABLE:
-                found.setdefault(_UNUSABLE, []).append(matrix.described)
+                unusable.append(matrix.described)
             elif differs[place]:
-                found.setdefault(_SOME_ABSENT, []).append(matrix.described)
-        for reason in (_UNUSABLE, _SOME_ABSENT):
-            if reason in found:
-                return f"{reason}: {listed(found[reason], 4)}"
-        return ""
+                absent.append(matrix.described)
+        if unusable:
+            return f"{_UNUSABLE}: {listed(unusable, 4)}"
+        return f"{_SOME_ABSENT}: {listed(absent, 4)}" if absent else ""
 
     def _first_option(self, inputs: StepInputs) -> str:
         """The first option that differs, and its values. All ranks of the grid make this call."""
@@ -208,18 +208,14 @@ class Statuses(InFlight):
 
     def _other_values(self, inputs: StepInputs) -> str:
         """The matrices whose replicas have different values, in words. All ranks of the grid make this call. The values are
-        compared in the first step that moves them: a checkpoint makes one that does not before it loads them.
+        compared in the first step that moves any: a checkpoint makes one that does not before it loads them.
         """
-        moved: list[Matrix] = []
-        remaining: list[Matrix] = []
-        for matrix in self._replicated:
-            moves = inputs.formulas_of(matrix).moves_parameters
-            (moved if moves else remaining).append(matrix)
-        if not moved:
+        options = map(inputs.formulas_of, self._replicated)
+        if not any(formulas.moves_parameters for formulas in options):
             return ""
         # Eight bytes for this rank's shard of each matrix. They are zeros without elements.
         device = self._table.device
-        values = [_digest_of(matrix, inputs).to(device) for matrix in moved]
+        values = [_digest_of(matrix, inputs).to(device) for matrix in self._replicated]
         of_bytes = torch.stack(values).view(torch.uint8)
         table = torch.stack([of_bytes, 255 - of_bytes])[None]
         self._reduce(table, self._groups.column)
@@ -230,9 +226,10 @@ class Statuses(InFlight):
             self._reduce(differs, self._groups.row)
             self.wait()
         if torch.equal(differs, torch.zeros_like(differs)):
-            self._replicated = remaining
+            self._replicated = []
             return ""
-        others = [m.described for m, other in zip(moved, differs.tolist()) if other]
+        pairs = zip(self._replicated, differs.tolist())
+        others = [matrix.described for matrix, other in pairs if other]
         return f"{_OTHER_VALUES}: {listed(others, 4)}"
 
     def finish(self) -> None:
