@@ -7,7 +7,6 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .agreement import all_gather_uneven
 from .dtensors import matrices_of_dtensor, mesh_ranks, Reader
@@ -77,16 +76,14 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
 def piece(reader: Reader, full: Tensor, index: int) -> Tensor:
     """This rank's piece of the tensor ``full``, cut without communication."""
     matrices = reader.by_param.get(index, [])
-    like = matrices[0].param.tensor if matrices else full
     if not matrices and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
         )
-    if matrices and full.shape != shape_of(reader, index):
+    if not matrices:
+        return full
+    if full.shape != shape_of(reader, index):
         raise ValueError(
             f"redistribute_fn takes the whole parameter {index} of shape {tuple(shape_of(reader, index))}, not {tuple(full.shape)}"
         )
-    if not isinstance(like, DTensor):
-        if not matrices or len(matrices[0].layout.ranks) == 1:
-            return full.reshape(like.shape)
-    return cut_out(matrices, full, like)
+    return cut_out(matrices, full, matrices[0].param.tensor)
