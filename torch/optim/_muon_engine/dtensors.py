@@ -22,7 +22,7 @@ from .params import (
     whole_matrices,
 )
 from .process_groups import process_rank, Ranks, short_name
-from .regions import Grid, Layout, Region, Regions
+from .regions import Layout, Region, Regions
 
 
 # Consecutive indices: the first one of each run, and how many.
@@ -227,14 +227,10 @@ def _calculated(
     own = next(row for row in grid if process_rank() in row).index(process_rank())
     subs = sorted(set().union(*columns)) if for_whole_mesh else columns[own]
     layouts: dict[int, Layout] = {}
-    # The matrices of a stack that the same ranks hold have one layout each, but few grids.
-    grids: dict[tuple[int, ...], Grid] = {}
     for sub in subs:
-        holding = tuple(at for at, held in enumerate(columns) if sub in held)
-        if holding not in grids:
-            grids[holding] = tuple(tuple(row[at] for at in holding) for row in grid)
-        shards = tuple(columns[at][sub] for at in holding)
-        layouts[sub] = Layout(grids[holding], shards)
+        holding = [at for at, held in enumerate(columns) if sub in held]
+        of_sub = tuple(tuple(row[at] for at in holding) for row in grid)
+        layouts[sub] = Layout(of_sub, tuple(columns[at][sub] for at in holding))
     return layouts
 
 

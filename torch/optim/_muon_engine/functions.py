@@ -298,7 +298,8 @@ class FunctionStep:
             else:
                 pieces.append((shapes[0], local, update))
         for of_part, part, of_update in pieces:
-            inputs.apply(param.param_group, of_part, [part], [of_update])
+            step_size = formulas.step_size(of_part, part.device)
+            formulas.apply([part], [of_update], step_size)
 
     def _whole_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

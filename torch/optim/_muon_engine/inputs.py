@@ -1,7 +1,7 @@
 """The inputs of a step on this rank: the tensors of parameters, as a step takes them, and the options of their groups."""
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -133,8 +133,6 @@ class StepInputs:
         self.without_gradient: list[Param] = []
         # In the order of all ranks.
         self._usable: list[ParamInputs] = []
-        # (Parameter group, shape, device) -> the step size of these matrices. It may be on the device.
-        self._step_sizes: dict[Hashable, Any] = {}
         self._states = states
         for param in ordered:
             if param.frozen:
@@ -177,21 +175,6 @@ class StepInputs:
             param = of_param.param
             progress.now = "placement of the gradient", [param]
             of_param.place(self._states[param.tensor], self.formulas[param.param_group])
-
-    def apply(
-        self,
-        param_group: int,
-        shape: Sequence[int],
-        params: list[Tensor],
-        updates: list[Tensor],
-    ) -> None:
-        """Decays and updates pieces of parameters. The ``shape`` of their matrices, or of parts of these, scales the update."""
-        key = param_group, shape, params[0].device
-        step_size = self._step_sizes.get(key)
-        if step_size is None:
-            step_size = self.formulas[param_group].step_size(shape, params[0].device)
-            self._step_sizes[key] = step_size
-        self.formulas[param_group].apply(params, updates, step_size)
 
     def pieces(
         self, matrix: Matrix, first: tuple[int, int], local: Tensor, update: Tensor

@@ -66,9 +66,7 @@ def fitting_part(
         return None
     if dtype is not None and local.dtype != dtype:
         return None
-    # A wrapper may have to be waited for, and a view may belong to autograd.
-    is_usual = type(local) is Tensor and not local.requires_grad
-    return local if is_usual else local_part(other)
+    return local_part(other)
 
 
 def is_placed_like(param: Any, other: Any) -> bool:
@@ -77,9 +75,8 @@ def is_placed_like(param: Any, other: Any) -> bool:
         return isinstance(param, DTensor) == isinstance(other, DTensor)
     if param.placements != other.placements:
         return False
-    # A checkpoint may bring a mesh of its own. Comparing two meshes takes longer.
-    mesh, another = param.device_mesh, other.device_mesh
-    return mesh is another or mesh == another
+    # A checkpoint may bring a mesh of its own.
+    return param.device_mesh == other.device_mesh
 
 
 class Traits(NamedTuple):

@@ -7,12 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 from .._newton_schulz import NS_DTYPE
 from .params import Matrix
 from .process_groups import Ranks
-from .regions import Grid, Layout, place_in_order, ranks_of, Region
+from .regions import Grid, place_in_order, ranks_of, Region
 
 
 # Enough buckets to hide transfers behind orthogonalization.
@@ -152,15 +153,10 @@ def make_plan(
 
 def by_grid(matrices: Iterable[Matrix]) -> dict[Grid, list[Matrix]]:
     """The matrices of each grid that are not frozen. Grids are in the order of all ranks."""
-    # Many matrices share one layout. A grid of thousands of ranks takes long to hash.
-    grids: dict[Layout, list[Matrix]] = {}
     members: dict[Grid, list[Matrix]] = {}
     for matrix in matrices:
         if not matrix.param.frozen:
-            layout = matrix.layout
-            if layout not in grids:
-                grids[layout] = members.setdefault(layout.grid, [])
-            grids[layout].append(matrix)
+            members.setdefault(matrix.layout.grid, []).append(matrix)
     return {grid: members[grid] for grid in sorted(members, key=place_in_order)}
 
 
@@ -366,8 +362,8 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
     sent = in_row_of(rank, row)
     received = [moves(rank, peer) if peer != rank else [] for peer in row]
     exchange = Exchange(
-        [move for of_peer in sent for move in of_peer],
-        [move for of_peer in received for move in of_peer],
+        [*chain(*sent)],
+        [*chain(*received)],
         [numel_of(of_peer) for of_peer in sent],
         [numel_of(of_peer) for of_peer in received],
     )
@@ -376,8 +372,7 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
         peer = of_replica[shard]
         of_others = in_row_of(peer, tuple(sorted(of_replica)))
-        held = [move for of_peer in of_others for move in of_peer]
-        held += moves(peer, peer)
+        held = [*chain(*of_others), *moves(peer, peer)]
         if held:
             updates[peer] = held
     in_order = {peer: updates[peer] for peer in sorted(updates)}

@@ -61,13 +61,12 @@ _SOME_ABSENT = (
 
 
 class Statuses(InFlight):
-    """The side channel of a grid, to which ``rank`` belongs, for the ``matrices`` that it shares, in the order of all ranks."""
+    """The side channel of a grid, for the ``matrices`` that it shares, in the order of all ranks."""
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
         groups: GridGroups,
-        rank: int,
         device: torch.device,
     ) -> None:
         super().__init__(matrices)
@@ -78,11 +77,6 @@ class Statuses(InFlight):
             self._replicated = [m for m in matrices if not m.param.is_sum]
         # Whether the ranks know how they differ before anything moves: on a CPU, and elsewhere in the first steps.
         self.awaits = True
-        # The opinions of a rank that has all gradients.
-        self._all_present = bytearray()
-        for matrix in matrices:
-            has_part = matrix.layout.numel_of(rank) > 0
-            self._all_present.append(Status.PRESENT if has_part else Status.EMPTY)
         # The bytes of this rank, and later the result, with their complements; and the table that the group reduces. Only copies
         # between a device and pinned memory do not wait.
         tables = -(-(_FIRST_GRADIENT + len(matrices)) // BYTES)
@@ -111,10 +105,7 @@ class Statuses(InFlight):
         values += _digits(step) + _digits(self._identity)
         if inputs is not None:
             values += _digits(self._options_digest(inputs))
-            if inputs.is_complete:
-                values += self._all_present
-            else:
-                values += bytes(inputs.status(matrix) for matrix in self.matrices)
+            values += bytes(inputs.status(matrix) for matrix in self.matrices)
         # The last result was read, so this memory is free. A copy from it does not wait.
         self._host.copy_(with_complements(values, len(self._host)))
         self._table.copy_(self._host, non_blocking=True)

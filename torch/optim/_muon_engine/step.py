@@ -194,21 +194,16 @@ class PackedStep:
         # Whether ranks know how they differ before anything moves.
         self.awaits_statuses = False
         self.device = device
-        self._owners = plan.owners
+        self._plan = plan
         self.buckets: list[BucketFlight] = []
         for bucket in plan.buckets:
             flight = BucketFlight(bucket, groups[bucket.grid], rank, device)
             self.buckets.append(flight)
-        self._operations: list[tuple[Phase, BucketFlight, str]] = []
-        for phase, index in plan.operations:
-            flight = self.buckets[index]
-            label = f"Muon {phase.value}, {flight.name}"
-            self._operations.append((phase, flight, label))
         # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
         self.statuses: list[Statuses] = []
         for grid, shared in plan.members.items():
             if groups[grid].several:
-                channel = Statuses(shared, groups[grid], rank, device)
+                channel = Statuses(shared, groups[grid], device)
                 self.statuses.insert(0, channel)
 
     @property
@@ -253,9 +248,10 @@ class PackedStep:
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. DTensor's collectives for gradients come first."""
         inputs.place(self.progress)
-        for phase, flight, label in self._operations:
+        for phase, index in self._plan.operations:
+            flight = self.buckets[index]
             self.progress.now = phase.value, flight.matrices
-            with _RecordFunctionFast(label):
+            with _RecordFunctionFast(f"Muon {phase.value}, {flight.name}"):
                 if phase is Phase.GATHER:
                     self._gather(flight, inputs)
                 elif phase is Phase.COMPUTE:
@@ -423,12 +419,12 @@ class PackedStep:
                 params.append(of_param)
                 given.append(of_update)
         for places in self._together(kinds, params, inputs):
-            param_group, shape, _, _ = kinds[places[0]]
-            inputs.apply(
-                param_group,
-                shape,
+            param_group, shape, device, _ = kinds[places[0]]
+            formulas = inputs.formulas[param_group]
+            formulas.apply(
                 [params[place] for place in places],
                 [given[place] for place in places],
+                formulas.step_size(shape, device),
             )
         applied = (matrix for matrix, _ in moves if inputs.applies(matrix))
         self._log("apply", applied, inputs)
@@ -460,7 +456,7 @@ class PackedStep:
     def _log(self, phase: str, matrices: Iterable[Matrix], inputs: StepInputs) -> None:
         if log.isEnabledFor(logging.DEBUG):
             for matrix in matrices:
-                values = inputs.rank, phase, matrix.described, self._owners[matrix]
+                values = inputs.rank, phase, matrix.described, self._plan.owners[matrix]
                 log.debug("rank %d: %s %s, owner %d", *values)
 
     def reserve(self, prefetch_count: int) -> None:
