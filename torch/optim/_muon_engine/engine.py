@@ -176,19 +176,17 @@ class Engine:
             "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         }
         owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
-        options: dict[int, dict[str, str]] = {}
         signatures: dict[Any, list[Signature]] = {}
         for fact in reader.facts:
             param = fact.param
-            if param.param_group not in options:
-                options[param.param_group] = param.formulas.option_texts() | of_config
             fields = {
                 **fact.fields,
                 "dtype": str(param.tensor.dtype),
                 "grad_dtype": str(param.traits.momentum_dtype),
                 "requires_grad": str(not param.frozen),
                 "replaced": str(param.tensor not in before),
-                **options[param.param_group],
+                **param.formulas.option_texts(),
+                **of_config,
             }
             if param.tensor.ndim <= 2 or param.flatten:
                 # Ranks may hold different matrices of a stack.

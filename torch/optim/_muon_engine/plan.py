@@ -171,10 +171,9 @@ def order_of_operations(
     cannot wait for each other in a circle.
     """
     counts = Counter(grid for grid, _ in buckets)
-    places = {grid: place_in_order(grid) for grid in counts}
     keyed: list[tuple[tuple, Operation]] = []
     for index, (grid, k) in enumerate(buckets):
-        place, last = places[grid], counts[grid] - 1
+        place, last = place_in_order(grid), counts[grid] - 1
 
         def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
             return (1, place, turn, step) if turn <= last else after

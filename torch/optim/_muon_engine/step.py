@@ -307,10 +307,10 @@ class PackedStep:
         self, matrices: Sequence[Matrix], inputs: StepInputs
     ) -> Iterator[list[Matrix]]:
         """Matrices of one shape and equal options, as many as their formulas allow in a batch."""
-        keys = [formulas.compute_key for formulas in inputs.formulas]
         alike: dict[tuple, list[Matrix]] = {}
         for matrix in matrices:
-            key = keys[matrix.param.param_group], matrix.shape, matrix.split
+            formulas = inputs.formulas_of(matrix)
+            key = formulas.compute_key, matrix.shape, matrix.split
             alike.setdefault(key, []).append(matrix)
         for (_, shape, _), members in alike.items():
             size = inputs.formulas_of(members[0]).batch_size(shape, self.device)
