@@ -1,7 +1,6 @@
 """The engine of one optimizer: the ranks build it together, and run it at every step."""
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -39,9 +38,6 @@ from .plan import make_plan, Owners, Plan
 from .process_groups import counters_of, grid_groups, GridGroups, listed
 from .regions import Grid, ranks_of
 from .step import PackedStep
-
-
-log = logging.getLogger("torch.optim.muon")
 
 
 class Engine:
@@ -345,7 +341,7 @@ class Engine:
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
                 runner.run(inputs)
-            _increment_versions(inputs, states)
+            _increment_versions(inputs)
             if problem:
                 raise RuntimeError(problem)
         except BaseException as error:
@@ -406,15 +402,14 @@ def _device_index(params: Sequence[Param]) -> int | None:
     return None
 
 
-def _increment_versions(inputs: StepInputs, states: States) -> None:
+def _increment_versions(inputs: StepInputs) -> None:
     """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
     written: list[Tensor] = []
     for of_param in inputs.params:
         if of_param is None or of_param.user_gradient is None:
             continue
-        param = of_param.param
-        if param.is_dtensor:
-            written += [param.tensor, states[param.tensor]["momentum_buffer"]]
+        if of_param.param.is_dtensor:
+            written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
 
 

@@ -5,7 +5,7 @@ put together what they know (see ``joins``). Only here do readers have collectiv
 """
 
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -178,9 +178,8 @@ class OwnParts:
         self._found: list[tuple[Matrix, Cuts, float]] = []
         # Those that groups share, once the parts of all ranks are put together.
         self.joined: list[Matrix] = []
-        # Parameter -> its number among those of the same expert, or of none. Ranks name the matrices by it.
-        self._numbers: dict[int, int] = {}
-        self._counts: Counter[int | None] = Counter()
+        # Expert, or None -> its parameters. Ranks name the matrices by the places of these.
+        self._indices: defaultdict[int | None, list[int]] = defaultdict(list)
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -211,8 +210,7 @@ class OwnParts:
             raise ValueError(reader.problem)
         self._tp_dims.check(param)
         # Also a stack of which this rank has no matrix.
-        self._numbers[param.index] = self._counts[param.expert]
-        self._counts[param.expert] += 1
+        self._indices[param.expert].append(param.index)
         given = reader.given.get("fsdp")
         view = fsdp1.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
@@ -429,7 +427,8 @@ class OwnParts:
         return matrices
 
     def _name_of(self, matrix: Matrix) -> Name:
-        return matrix.param.expert, self._numbers[matrix.index], matrix.sub
+        expert = matrix.param.expert
+        return expert, self._indices[expert].index(matrix.index), matrix.sub
 
 
 def _has_no_other_of(group: ProcessGroup, ranks: Sequence[int]) -> bool:

@@ -29,13 +29,13 @@ class ParamInputs:
 
     def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
         """Makes a missing momentum buffer in ``state``."""
-        self.param = param
+        self.param, self.state = param, state
         # As the user set it.
         self.user_gradient = gradient
         # Why the momentum or the gradient cannot be used.
         self.problem = ""
-        # The momentum in the state, if it does not fit the parameter.
-        self.misfit: Any = None
+        # Whether the momentum in the state does not fit the parameter.
+        self._is_misfit = False
         # The dtype that the momentum must have; None for any.
         dtype = param.traits.grad_dtype
         if dtype is None and gradient is not None:
@@ -51,7 +51,7 @@ class ParamInputs:
         if momentum is None:
             # The other ranks wait for this one, so they must hear of a problem first.
             self.problem = fitting.problem_with_momentum(tensor, buffer)
-            self.misfit = buffer
+            self._is_misfit = True
             # A step that moves nothing does not read it.
             momentum = local_part(self._new_momentum())
         self.momentum = momentum
@@ -66,22 +66,27 @@ class ParamInputs:
         dtype = self._momentum_dtype or tensor.dtype
         return like_param(tensor, torch.zeros_like(local_part(tensor), dtype=dtype))
 
-    def place(self, state: Any, formulas: Any) -> None:
+    def place(self, formulas: Any) -> None:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to ``state``. With the option ``flatten``, both become contiguous.
+        one dtype. The momentum goes to the state. With the option ``flatten``, both become contiguous.
         """
-        if self.misfit is not None:
-            buffer = fitting.fitting_momentum(
-                self.param.tensor, self.misfit, self._momentum_dtype
-            )
-            state["momentum_buffer"] = buffer
+        if self._is_misfit:
+            buffer = self.state["momentum_buffer"]
+            dtype = self._momentum_dtype
+            buffer = fitting.fitting_momentum(self.param.tensor, buffer, dtype)
+            self.state["momentum_buffer"] = buffer
             self.momentum = local_part(buffer)
         if self.gradient is None and self.user_gradient is not None:
             self.gradient = fitting.local_gradient(
                 self.param.tensor, self.user_gradient, self.momentum.dtype
             )
-        if self.param.flatten:
-            self._make_contiguous(state)
+        if self.param.flatten and self.gradient is not None:
+            self.gradient = self.gradient.contiguous()
+        if self.param.flatten and not self.momentum.is_contiguous():
+            # A user may put it back in channels_last.
+            self.momentum = self.momentum.contiguous()
+            buffer = like_param(self.param.tensor, self.momentum)
+            self.state["momentum_buffer"] = buffer
         if self.param.is_sum:
             self._add_up(formulas)
 
@@ -99,14 +104,6 @@ class ParamInputs:
                 self.local = torch.empty_like(self.local)
         self.gradient = None
         self.momentum = local_part(summed(like_param(tensor, blended)))
-
-    def _make_contiguous(self, state: Any) -> None:
-        if self.gradient is not None:
-            self.gradient = self.gradient.contiguous()
-        if not self.momentum.is_contiguous():
-            # A user may put it back in channels_last.
-            self.momentum = self.momentum.contiguous()
-            state["momentum_buffer"] = like_param(self.param.tensor, self.momentum)
 
 
 class StepInputs:
@@ -133,7 +130,6 @@ class StepInputs:
         self.without_gradient: list[Param] = []
         # In the order of all ranks.
         self._usable: list[ParamInputs] = []
-        self._states = states
         for param in ordered:
             if param.frozen:
                 continue
@@ -174,7 +170,7 @@ class StepInputs:
         for of_param in self._usable:
             param = of_param.param
             progress.now = "placement of the gradient", [param]
-            of_param.place(self._states[param.tensor], self.formulas[param.param_group])
+            of_param.place(self.formulas[param.param_group])
 
     def pieces(
         self, matrix: Matrix, first: tuple[int, int], local: Tensor, update: Tensor

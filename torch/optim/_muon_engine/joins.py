@@ -28,6 +28,11 @@ class Cut(NamedTuple):
     dim: int | None = None
 
     @property
+    def form(self) -> tuple:
+        """What cuts of one grid have in common on all ranks."""
+        return self.kind, len(self.ranks), self.dim
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the ranks hold different shards, and not replicas."""
         return self.kind == "fsdp" or self.dim is not None
@@ -159,7 +164,8 @@ def _members(
     holders = [r for r in cut.ranks if r in told and name in told[r].parts]
     for other in holders:
         theirs = told[other].parts[name].cuts
-        if cut not in theirs or not _are_alike(cuts, theirs):
+        forms = [other_cut.form for other_cut in theirs]
+        if cut not in theirs or forms != [own_cut.form for own_cut in cuts]:
             raise ValueError(
                 f"the process groups contradict each other. Rank {rank} has {in_words(cuts, True)}, but rank {other} has "
                 f"{in_words(theirs, True)}. Pass groups of one grid, as those of a DeviceMesh, and one tp_dim_per_param"
@@ -185,12 +191,6 @@ def _members(
                 f"ranks {other} and {r} of one ep_process_group both hold expert {expert}: expert_assignments must number all"
             )
     return holders
-
-
-def _are_alike(cuts: Cuts, others: Cuts) -> bool:
-    """Whether the cuts of two ranks can be of one grid."""
-    kinds = [(cut.kind, len(cut.ranks), cut.dim) for cut in cuts]
-    return kinds == [(cut.kind, len(cut.ranks), cut.dim) for cut in others]
 
 
 def hints(rank: int, name: Name, told: Mapping[int, Told]) -> list[str]:

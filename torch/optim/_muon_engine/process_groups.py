@@ -60,7 +60,7 @@ def spanning_group(
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
-    candidates = sorted({*candidates}, key=_description_and_name)
+    candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
     backend = dist.get_backend_config(candidates[0] if candidates else None)
     existing = list(candidates)
     # The default group may have another backend, for other devices.
@@ -83,10 +83,6 @@ def spanning_group(
                 group_desc=f"muon {shared}",
             )
     return made[key]
-
-
-def _description_and_name(group: ProcessGroup) -> tuple[str, str]:
-    return group.group_desc, group.group_name
 
 
 @contextmanager

@@ -103,7 +103,10 @@ class Statuses(InFlight):
         values = bytearray([_NO + has_changed, _NO + knows_of_problem])
         values += _digits(step) + _digits(self._identity)
         if inputs is not None:
-            values += _digits(self._options_digest(inputs))
+            of_groups = [formulas.options_digest for formulas in inputs.formulas]
+            # Ranks may have equal options in one parameter group or in several.
+            options = [of_groups[m.param.param_group] for m in self.matrices]
+            values += _digits(zlib.crc32(repr(options).encode()))
             values += bytes(inputs.status(matrix) for matrix in self.matrices)
         # The last result was read, so this memory is free. A copy from it does not wait.
         self._host.copy_(with_complements(values, len(self._host)))
@@ -125,12 +128,6 @@ class Statuses(InFlight):
         largest, ranks = dist.ReduceOp.MAX, group_ranks(group)
         start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
         self.launch("all-reduce of statuses", ranks, start, table)
-
-    def _options_digest(self, inputs: StepInputs) -> int:
-        """A digest of the options of each matrix. Ranks may have equal options in one parameter group or in several."""
-        of_groups = [formulas.options_digest for formulas in inputs.formulas]
-        digests = [of_groups[m.param.param_group] for m in self.matrices]
-        return zlib.crc32(repr(digests).encode())
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the

@@ -63,33 +63,19 @@ class TPDims:
 
     def look_at(self, params: Sequence[Tensor], views: fsdp1.Views | None) -> None:
         """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut."""
+        tensors: list[fsdp1.FlatTensor] = []
+        for inside, _ in (views or {}).values():
+            tensors += inside
+        meshed: set[tuple[int, ...]] = set()
+        for param in params:
+            if getattr(param, "_is_flat_param", False):
+                tensors += fsdp1.tensors_of(param)
+            if isinstance(param, DTensor):
+                meshed.update(map(group_ranks, param.device_mesh.get_all_groups()))
         self.are_shown = self.group is not None and (
-            _are_flattened_dtensors(params, views)
-            or _are_on_mesh_of(params, self.group)
+            any(tensor.tp is not None for tensor in tensors)
+            or group_ranks(self.group) in meshed
         )
-
-
-def _are_flattened_dtensors(
-    params: Sequence[Tensor], views: fsdp1.Views | None
-) -> bool:
-    """Whether FSDP1 has flattened a DTensor."""
-    tensors: list[fsdp1.FlatTensor] = []
-    for inside, _ in (views or {}).values():
-        tensors += inside
-    for param in params:
-        if getattr(param, "_is_flat_param", False):
-            tensors += fsdp1.tensors_of(param)
-    return any(tensor.tp is not None for tensor in tensors)
-
-
-def _are_on_mesh_of(params: Sequence[Tensor], group: ProcessGroup) -> bool:
-    """Whether a DTensor's mesh has a dimension with the ranks of ``group``."""
-    ranks = group_ranks(group)
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-    for mesh in meshes:
-        if any(group_ranks(other) == ranks for other in mesh.get_all_groups()):
-            return True
-    return False
 
 
 def tp_mark_of(param: Tensor) -> int | None:
