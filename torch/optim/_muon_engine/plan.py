@@ -354,11 +354,13 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
             found += [Move(matrix, region) for region in regions]
         return found
 
-    def in_row_of(holder: int, peers: Ranks) -> list[list[Move]]:
-        """The regions that ``holder`` sends to each of its ``peers``; nothing to itself."""
+    def sent_by(holder: int) -> list[list[Move]]:
+        """The regions that ``holder`` sends to each rank of its row; nothing to itself."""
+        of_replica, _ = layout.place_of(holder)
+        peers = sorted(grid[of_replica])
         return [moves(peer, holder) if peer != holder else [] for peer in peers]
 
-    sent = in_row_of(rank, row)
+    sent = sent_by(rank)
     received = [moves(rank, peer) if peer != rank else [] for peer in row]
     exchange = Exchange(
         [*chain(*sent)],
@@ -367,15 +369,12 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         [numel_of(of_peer) for of_peer in received],
     )
     updates: dict[int, list[Move]] = {}
-    for of_replica in grid if len(grid) > 1 else ():
+    for peer in column if len(column) > 1 else ():
         # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
-        peer = of_replica[shard]
-        of_others = in_row_of(peer, tuple(sorted(of_replica)))
-        held = [*chain(*of_others), *moves(peer, peer)]
+        held = [*chain(*sent_by(peer)), *moves(peer, peer)]
         if held:
             updates[peer] = held
-    in_order = {peer: updates[peer] for peer in sorted(updates)}
-    rounds = _rounds(in_order, rank)
+    rounds = _rounds(updates, rank)
     own, kept = owned_by.get(rank, []), moves(rank, rank)
     elsewhere: list[Move] = []
     for owner in owned_by.keys() - {*row}:
