@@ -134,6 +134,7 @@ class TestMuonErrors(MuonTestCase):
         # Parameter 0 stands twice, and 3 nowhere.
         words = r"missing \[3\].*more than once \[0\]"
         self.assertRefused({0: [0, 1], 1: [0, 2]}, words)
+        self.assertRefused({0: [0, 0, 1], 1: [2, 3]}, r"more than once \[0\]")
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)

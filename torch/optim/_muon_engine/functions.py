@@ -50,20 +50,20 @@ def call_assign_fn(
     with lent(config.state, entries):
         assignments = config.assign_fn([p.tensor for p in params], config.state)
     owner_of: dict[int, int] = {}
-    doubled: list[int] = []
+    counts: Counter[int] = Counter()
     for rank, indices in assignments.items():
         if not 0 <= rank < engine.world_size:
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {engine.world_size - 1}"
             )
-        doubled += [index for index in indices if index in owner_of]
+        counts.update(indices)
         owner_of.update(dict.fromkeys(indices, rank))
     expected = {*range(len(params))}
     problems: list[str] = []
     for verb, wrong in (
-        ("unknown", owner_of.keys() - expected),
-        ("missing", expected - owner_of.keys()),
-        ("assigned more than once", doubled),
+        ("unknown", counts.keys() - expected),
+        ("missing", expected - counts.keys()),
+        ("assigned more than once", [i for i in counts if counts[i] > 1]),
     ):
         if wrong:
             described = [p.described for p in params if p.index in wrong]
