@@ -232,8 +232,8 @@ class TestBuckets(TestCase):
                         # A row of a larger matrix may be longer than a peer's share.
                         self.assertLessEqual(bytes_of_round, 600)
                 for matrix in matrices:
-                    row, _ = matrix.layout.place_of(owners[matrix])
-                    own_row, _ = matrix.layout.place_of(rank)
+                    row, _ = matrix.layout.places[owners[matrix]]
+                    own_row, _ = matrix.layout.places[rank]
                     expected = 0 if row == own_row else matrix.layout.numel_of(rank)
                     self.assertEqual(received[matrix], expected, f"{rank=}")
 

@@ -341,7 +341,7 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         owned_by.setdefault(owners[matrix], []).append(matrix)
     layout = members[0].layout
     grid = layout.grid
-    replica, shard = layout.place_of(rank)
+    replica, shard = layout.places[rank]
     # All-to-alls go by the order of a group's ranks, which is ascending.
     row = tuple(sorted(grid[replica]))
     column = tuple(sorted(of_replica[shard] for of_replica in grid))
@@ -356,7 +356,7 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
 
     def sent_by(holder: int) -> list[list[Move]]:
         """The regions that ``holder`` sends to each rank of its row; nothing to itself."""
-        of_replica, _ = layout.place_of(holder)
+        of_replica, _ = layout.places[holder]
         peers = sorted(grid[of_replica])
         return [moves(peer, holder) if peer != holder else [] for peer in peers]
 

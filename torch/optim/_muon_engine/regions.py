@@ -110,7 +110,8 @@ class Layout:
         return ranks_of(self.grid)
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Rank -> the numbers of the replica and of the shard that it has."""
         places: dict[int, tuple[int, int]] = {}
         for replica, row in enumerate(self.grid):
             for shard, rank in enumerate(row):
@@ -123,12 +124,8 @@ class Layout:
         content = repr((self.grid, self.shards))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """The numbers of the replica and of the shard that ``rank`` has."""
-        return self._places[rank]
-
     def regions_of(self, rank: int) -> Regions:
-        _, shard = self._places[rank]
+        _, shard = self.places[rank]
         return self.shards[shard]
 
     def numel_of(self, rank: int) -> int:
