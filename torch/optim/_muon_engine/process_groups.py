@@ -162,14 +162,13 @@ def grid_groups(
     (row,) = [of_replica for of_replica in grid if rank in of_replica]
     shard = row.index(rank)
     column = tuple(of_replica[shard] for of_replica in grid)
-    groups: list[ProcessGroup | None] = []
-    for ranks, shared in (row, "shards"), (column, "replicas"):
-        group = None
-        if len(ranks) > 1:
-            group = spanning_group(tuple(sorted(ranks)), inside, shared)
-        groups.append(group)
-    of_row, of_column = groups
-    return GridGroups(of_row, of_column, serial)
+
+    def group_of(ranks: Ranks, shared: str) -> ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        return spanning_group(tuple(sorted(ranks)), inside, shared)
+
+    return GridGroups(group_of(row, "shards"), group_of(column, "replicas"), serial)
 
 
 def current_device(kind: str) -> torch.device:
