@@ -60,7 +60,7 @@ def problem_with(param: Tensor, grad: Tensor) -> str:
 
 
 def _in_words(tensor: Tensor) -> str:
-    """What a parameter and its gradient share."""
+    """The properties that a parameter and its gradient share, in words."""
     local = local_part(tensor)
     text = f"of shape {tuple(tensor.shape)}, {tensor.dtype}, on {local.device}"
     if isinstance(tensor, DTensor):

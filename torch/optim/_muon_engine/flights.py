@@ -27,7 +27,7 @@ def naming(name: str, ranks: Iterable[int], carried: Iterable[str]) -> Iterator[
 
 
 class InFlight:
-    """The collectives that carry some ``matrices``, and that nobody has waited for."""
+    """The collectives in flight that carry some ``matrices``."""
 
     def __init__(self, matrices: Sequence[Any]) -> None:
         self.matrices = matrices

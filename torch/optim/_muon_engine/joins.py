@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
     @property
     def form(self) -> tuple:
-        """What cuts of one grid have in common on all ranks."""
+        """The properties that cuts of one grid have in common on all ranks."""
         return self.kind, len(self.ranks), self.dim
 
     @property
