@@ -274,14 +274,15 @@ class TestUserFunctions(MuonTestCase):
             self.assertEqual(moved(None), 0.5)
 
     def test_errors_of_the_functions(self):
-        for name, result, words in (
-            ("gather_fn", lambda t: None, "gather_fn returned a NoneType"),
-            ("gather_fn", lambda t: [t], "gather_fn returned a list"),
-            ("redistribute_fn", lambda t: None, "redistribute_fn returned None"),
-            ("redistribute_fn", lambda t: t.T, r"shape \(3, 2\)"),
+        for make, name, result, words in (
+            (local_config, "gather_fn", lambda t: None, "gather_fn returned a None"),
+            (local_config, "gather_fn", lambda t: [t], "gather_fn returned a list"),
+            (local_config, "redistribute_fn", lambda t: None, "returned None"),
+            (local_config, "redistribute_fn", lambda t: t.T, r"shape \(3, 2\)"),
+            (create_dtensor_config, "gather_fn", lambda t: t.T, "needs the whole"),
         ):
             with self.subTest(words):
-                config, (param,) = local_config(), make_params((2, 3))
+                config, (param,) = make(), make_params((2, 3))
                 before = param.detach().clone()
                 setattr(config, name, lambda t, *_, result=result: result(t))
                 optimizer = Muon([("weight", param)], distributed_config=config)

@@ -196,7 +196,7 @@ class TestMuonSplit(MuonTestCase):
         """A shard that the user's functions gather failed in the first step."""
         # The update of other parts than the first one is rounded once more, to bfloat16.
         rounded = 0.1 * 1.5 * 2**-8
-        for split, most in (((8, 8, 8), 0), ((16, 4, 4), rounded)):
+        for split, most in (((8, 8, 8), 0), ((16, 4, 4), rounded), ((2, 2), None)):
             with self.subTest(split=split):
                 config = local_config()
                 config.gather_fn = lambda piece, owner, state: piece.repeat(4, 1)
@@ -207,6 +207,10 @@ class TestMuonSplit(MuonTestCase):
                 options = {"split": split, "lr": 0.1}
                 groups = [{"params": [shard], **options}]
                 muon = Muon(groups, distributed_config=config)
+                if most is None:
+                    with self.assertRaisesRegex(ValueError, "adds up to 4, but"):
+                        muon.step()
+                    continue
                 muon.step()
                 Muon([{"params": [whole], **options}]).step()
                 expected = whole.detach()[18:]

@@ -88,6 +88,8 @@ class TestFakeRanks(MuonTestCase):
         self.as_rank(0, 1)
         vector = DTensor.from_local(torch.ones(3), DeviceMesh("cpu", [0]))
         for config in (create_dtensor_config(), create_auto_config()):
+            with self.assertRaisesRegex(ValueError, "given None outside of step"):
+                config.redistribute_fn(None, 0, config.state)
             with self.assertRaisesRegex(ValueError, "only supports 2D"):
                 config.assign_fn([vector], config.state)
 
@@ -111,10 +113,8 @@ class TestFakeRanks(MuonTestCase):
     def test_any_rank_steps_on_a_cpu(self):
         """This tells what a rank of a large job needs."""
         self.as_rank(1023, 1024)
-        params = []
-        for _ in range(9):
-            dtensor = self.dtensor((64, 16), Replicate(), Shard(0))
-            params.append(nn.Parameter(dtensor))
+        size = (64, 16), Replicate(), Shard(0)
+        params = [nn.Parameter(self.dtensor(*size)) for _ in range(9)]
         optimizer = Muon(params, distributed_config="auto")
         for _ in range(2):
             for param in params:

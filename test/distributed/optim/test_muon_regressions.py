@@ -214,9 +214,7 @@ class TestMuonReplaced(common_muon.OnCPU):
     def test_plain_matrix_next_to_tensor_parallelism(self):
         """An int is for models without placements. PyTorch's tensor parallelism left this matrix whole."""
         mesh = mesh_of(4)
-        config = create_auto_config(
-            tp_process_group=mesh.get_group(), tp_dim_per_param=0
-        )
+        config = Strategy(mesh, "tp").config(tp_dim_per_param=0)
         placed = [Spec((8, 12), mesh, (S0,)), Spec((8, 12), None, None)]
         self.assertTrainsAlike(Twins(placed, config), 2)
 

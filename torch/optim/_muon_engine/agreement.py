@@ -128,6 +128,7 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     text, advice = first_difference(everyone), _SAME_PARAMETERS
     if not text:
         text, advice = first_difference(everyone, derived=True), _ONE_GRID
+    text = text or "ranks disagree about the parameters that they share"
     return Problem(ValueError, f"{text}. {advice}")
 
 

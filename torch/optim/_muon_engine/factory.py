@@ -55,7 +55,7 @@ def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
     return whole(_reader(state), tensor, index, in_step=STEP in state)
 
 
-def _redistribute(tensor: Any, rank: int, state: dict[str, Any]) -> Tensor:
+def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:
     """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
     from .round_trip import piece, shape_of
 
@@ -64,6 +64,10 @@ def _redistribute(tensor: Any, rank: int, state: dict[str, Any]) -> Tensor:
         reader.check_tp_dim(reader.as_param(tensor, index))
     if STEP in state:
         tensor = state[STEP].broadcast(index, tensor, shape_of(reader, index))
+    if tensor is None:
+        raise ValueError(
+            "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
+        )
     return piece(reader, tensor, index)
 
 

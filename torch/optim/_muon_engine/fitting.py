@@ -47,12 +47,13 @@ def problem_with(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+    has_numbers = param.is_complex() == grad.is_complex()
+    if has_numbers and isinstance(param, DTensor) and isinstance(grad, DTensor):
         is_on_mesh = param.device_mesh == grad.device_mesh and param.shape == grad.shape
         if is_on_mesh and param.placements != grad.placements:
             problem = _problem_with_move(grad, param.placements)
             return problem and f"its gradient's {problem}"
-    if fitting_part(param, grad) is None or param.is_complex() != grad.is_complex():
+    if not has_numbers or fitting_part(param, grad) is None:
         return (
             f"the parameter is {_in_words(param)}, but its gradient {_in_words(grad)}"
         )

@@ -6,7 +6,7 @@ import itertools
 import math
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ def call_assign_fn(
         entries |= {"rank": engine.rank, "world_size": engine.world_size}
     with lent(config.state, entries):
         assignments = config.assign_fn([p.tensor for p in params], config.state)
+    if not isinstance(assignments, Mapping):
+        raise TypeError(
+            f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
+        )
     owner_of: dict[int, int] = {}
     counts: Counter[int] = Counter()
     for rank, indices in assignments.items():
@@ -186,14 +190,17 @@ class FunctionStep:
             # A function that writes to its piece must not change the momentum.
             piece = piece.clone() if piece is momentum else piece
         whole = self._call("gather_fn", param, like_param(param.tensor, piece))
-        is_enough = isinstance(whole, Tensor)
-        if whole is None:
-            is_enough = self._owner_of(param) != self.rank
-        if not is_enough:
+        is_missing = whole is None and self._owner_of(param) == self.rank
+        if is_missing or not isinstance(whole, Tensor | None):
             raise RuntimeError(
                 f"gather_fn returned a {type(whole).__name__} for {param.described}: return the whole matrix, or None on ranks "
                 "that do not own it"
             )
+        if whole is not None and param.split.sizes:
+            shape = matrix_shape(whole.shape, param.flatten)
+            problem = param.split.problem_with(shape)
+            if problem:
+                raise ValueError(f"{param.described}, as gathered: {problem}")
         return whole
 
     def _redistribute_and_apply(
@@ -263,12 +270,16 @@ class FunctionStep:
 
     def broadcast(self, index: int, update: Any, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every rank that shares it, for a factory's ``redistribute_fn``."""
-        owner, local = self._owners[index], local_part(self.engine.params[index].tensor)
+        owner, param = self._owners[index], self.engine.params[index]
         if owner != self.rank:
-            update = local.new_empty(shape, dtype=NS_DTYPE)
+            update = local_part(param.tensor).new_empty(shape, dtype=NS_DTYPE)
+        elif update is None or update.shape != shape:
+            raise RuntimeError(
+                f"redistribute_fn needs the whole update of {param.described} on its owner"
+            )
         ranks = self._matrices[index][0].layout.ranks
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
-        update = update.to(self.engine.device, NS_DTYPE).reshape(shape).contiguous()
+        update = update.to(self.engine.device, NS_DTYPE).contiguous()
         if len(ranks) > 1:
             group = spanning_group(ranks, self.engine.reader.candidates)
             dist.broadcast(update, owner, group=group)

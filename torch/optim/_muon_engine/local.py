@@ -31,11 +31,12 @@ def takes_update(tensor: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum is made
-    in float64, so that the order of its terms hardly counts.
+    """``tensor`` with the sum on each rank that has contributed to it. All ranks of its mesh make this call. The sum of
+    floats is made in float64, so that the order of its terms hardly counts.
     """
+    wide = torch.float64 if tensor.is_floating_point() else tensor.dtype
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    whole = tensor.to(torch.float64).redistribute(tensor.device_mesh, placements)
+    whole = tensor.to(wide).redistribute(tensor.device_mesh, placements)
     return whole.to(tensor.dtype)
 
 
@@ -136,8 +137,11 @@ def device_of(
         raise ValueError(
             f"the parameters are on meshes of different device types: {sorted(of_meshes)}; give each type its own Muon"
         )
-    of_params = (param.device for param in params if not param.is_cpu)
-    device = next(of_params, torch.device("cpu"))
+    device = torch.device("cpu")
+    for param in params:
+        # The first accelerator.
+        if device.type in ("cpu", "meta"):
+            device = param.device
     for device_type in of_meshes:
         if device.type != device_type:
             # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.

@@ -183,11 +183,12 @@ def order_of_operations(
             gather = (1, place, k - prefetch_count - 1, 3)
         keyed.append((gather, Operation(Phase.GATHER, index)))
         keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
-        turn = k if is_serial else k + 1
+        later = 0 if is_serial else 1
+        turn = k + later
         if has_forward(grid):
             forward = during_compute_or_after(turn, 1, (2, 0, place))
             keyed.append((forward, Operation(Phase.FORWARD, index)))
-            turn = k if is_serial else k + 2
+            turn += later
         apply = during_compute_or_after(turn, 2, (2, 1, place, k))
         keyed.append((apply, Operation(Phase.APPLY, index)))
     return [operation for _, operation in sorted(keyed, key=lambda pair: pair[0])]
@@ -305,8 +306,8 @@ def cut_into_buckets(
 def _spread(
     queues: Sequence[Sequence[Matrix]], limits: Sequence[int]
 ) -> Iterator[tuple[int, list[list[Matrix]]]]:
-    """The matrices in one bucket for each of the ``limits``, the most elements that an owner gathers, after the work of the
-    buckets' busiest owners, added up; nothing if they do not fit.
+    """Ways to put the matrices into one bucket for each of the ``limits``, the most elements that an owner gathers; none if
+    they do not fit. A way is the work of the buckets' busiest owners, added up, and the buckets.
 
     Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
     owners before it. A second round knows the heights of all.

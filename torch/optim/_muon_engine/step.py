@@ -285,14 +285,16 @@ class PackedStep:
             # The updates of a matrix without a gradient travel, too.
             flight.kept.zero_()
         bucket = flight.bucket
-        incoming, kept = bucket.exchange.incoming, bucket.kept
-        views: list[Any] = _views(flight.owned, incoming)
+        incoming = bucket.exchange.incoming
         # With rounds, the updates of this rank's own regions travel, too.
-        views += _views(flight.kept, kept) if flight.rounds else [None] * len(kept)
+        kept: list[Any] = [None] * len(bucket.kept)
+        if flight.rounds:
+            kept = _views(flight.kept, bucket.kept)
         parts: dict[Matrix, list[Part]] = {}
-        for number, (matrix, region) in enumerate(incoming + kept):
-            part = Part(region, views[number], number >= len(incoming))
-            parts.setdefault(matrix, []).append(part)
+        for (matrix, region), view in zip(incoming, _views(flight.owned, incoming)):
+            parts.setdefault(matrix, []).append(Part(region, view, False))
+        for (matrix, region), view in zip(bucket.kept, kept):
+            parts.setdefault(matrix, []).append(Part(region, view, True))
         present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
         for batch in self._batches(present, inputs):
             self.progress.now = Phase.COMPUTE.value, batch
@@ -392,7 +394,7 @@ class PackedStep:
             inputs.formulas[param_group].accumulate_and_blend(
                 [momenta[place] for place in places],
                 [gradients[place] for place in places],
-                [targets[place] for place in places if targets],
+                [targets[place] for place in places] if targets else [],
             )
 
     def _apply(

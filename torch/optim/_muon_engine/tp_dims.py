@@ -70,8 +70,9 @@ class TPDims:
         for param in params:
             if getattr(param, "_is_flat_param", False):
                 tensors += fsdp1.tensors_of(param)
-            if isinstance(param, DTensor):
-                meshed.update(map(group_ranks, param.device_mesh.get_all_groups()))
+            mesh = getattr(param, "device_mesh", None)
+            if mesh is not None and mesh.get_coordinate() is not None:
+                meshed.update(map(group_ranks, mesh.get_all_groups()))
         self.are_shown = self.group is not None and (
             any(tensor.tp is not None for tensor in tensors)
             or group_ranks(self.group) in meshed
