@@ -137,11 +137,9 @@ def device_of(
         raise ValueError(
             f"the parameters are on meshes of different device types: {sorted(of_meshes)}; give each type its own Muon"
         )
-    device = torch.device("cpu")
-    for param in params:
-        # The first accelerator.
-        if device.type in ("cpu", "meta"):
-            device = param.device
+    # The first accelerator, or else the first one.
+    devices = [param.device for param in params] or [torch.device("cpu")]
+    device = max(devices, key=lambda device: device.type not in ("cpu", "meta"))
     for device_type in of_meshes:
         if device.type != device_type:
             # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
