@@ -66,12 +66,13 @@ class TPDims:
         tensors: list[fsdp1.FlatTensor] = []
         for inside, _ in (views or {}).values():
             tensors += inside
-        meshed: set[tuple[int, ...]] = set()
         for param in params:
             if getattr(param, "_is_flat_param", False):
                 tensors += fsdp1.tensors_of(param)
-            mesh = getattr(param, "device_mesh", None)
-            if mesh is not None and mesh.get_coordinate() is not None:
+        meshed: set[tuple[int, ...]] = set()
+        # Many parameters share one mesh.
+        for mesh in {p.device_mesh for p in params if isinstance(p, DTensor)}:
+            if mesh.get_coordinate() is not None:
                 meshed.update(map(group_ranks, mesh.get_all_groups()))
         self.are_shown = self.group is not None and (
             any(tensor.tp is not None for tensor in tensors)
