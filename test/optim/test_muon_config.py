@@ -275,11 +275,26 @@ class TestUserFunctions(MuonTestCase):
 
     def test_errors_of_the_functions(self):
         for make, name, result, words in (
-            (local_config, "gather_fn", lambda t: None, "gather_fn returned a None"),
+            (
+                local_config,
+                "gather_fn",
+                lambda t: None,
+                "gather_fn returned a NoneType",
+            ),
             (local_config, "gather_fn", lambda t: [t], "gather_fn returned a list"),
-            (local_config, "redistribute_fn", lambda t: None, "returned None"),
+            (
+                local_config,
+                "redistribute_fn",
+                lambda t: None,
+                "redistribute_fn returned None",
+            ),
             (local_config, "redistribute_fn", lambda t: t.T, r"shape \(3, 2\)"),
-            (create_dtensor_config, "gather_fn", lambda t: t.T, "needs the whole"),
+            (
+                create_dtensor_config,
+                "gather_fn",
+                lambda t: t.T,
+                "needs the whole update",
+            ),
         ):
             with self.subTest(words):
                 config, (param,) = make(), make_params((2, 3))

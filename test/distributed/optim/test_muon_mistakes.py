@@ -458,6 +458,7 @@ OF_PROCESS_GROUPS = {
     "other tp dim": GroupMistake({"tp": "all"}, "parameter 0 'w0'.*contradict.*[Rr]ank 2", options=tp_dim(0, 1)),
     "tp dim of flatten": GroupMistake({"tp": "all"}, "cuts dimension 2", lambda rank: [(8, 6, 1, 3)], tp_dim(2), {"flatten": True}),
     "columns of fsdp's rows": GroupMistake({"fsdp": "all"}, "parameter 1 'w1'.*its pieces hold 147 of 140.*fsdp", one_has((7, 5), (7, 6))),
+    "rows of tp's columns": GroupMistake({"tp": "all"}, "parameter 1 'w1'.*its pieces hold 54 of 48.*tp along dimension 1", one_has((2, 6), (3, 6)), tp_dim({0: 0, 1: 1})),
     "shapes of replicas": GroupMistake({"ddp": "all"}, r"parameter 1 'w1'.*ddp_process_group.*shapes.*\(7, 6\)", one_has((7, 5), (7, 6))),
     "number": GroupMistake({"ddp": "a", "fsdp": "b"}, "ranks disagree about the number", lambda rank: [(8, 8)] * (1 if rank == CULPRIT else 2)),
     "ddp of some": GroupMistake({"ddp": "a", "fsdp": "b"}, "contradict|shapes", options=lambda rank: {} if rank % 2 else {"ddp_process_group": None}),
