@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ._muon_engine import fsdp1, fsdp2
+from ._muon_engine import fsdp
 from ._muon_engine.plan import Bucket, numel_of, Phase, ROUNDS_IN_FLIGHT
 from ._muon_engine.process_groups import counted, listed
 from ._muon_engine.step import TOGETHER_BYTES
@@ -33,9 +33,9 @@ def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     for other in others:
         for group in other.param_groups:
             trained.update(group["params"])
-    fsdp2.check_resharded(model)
+    fsdp.check_resharded(model)
     untrained: list[str] = []
-    for _, param, tensors in fsdp1.logical_matrices(model):
+    for _, param, tensors in fsdp.logical_matrices(model):
         for name, shape in tensors:
             if param not in trained and len(shape) > 1:
                 untrained.append(name)

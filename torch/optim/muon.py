@@ -259,8 +259,7 @@ def partition_parameters(
         ValueError: a flat FSDP1 parameter holds matrices together with others, or FSDP2 has unsharded parameters,
             as after a forward without a backward.
     """
-    from torch.optim._muon_engine.fsdp1 import logical_matrices, mixed
-    from torch.optim._muon_engine.fsdp2 import check_resharded
+    from torch.optim._muon_engine.fsdp import check_resharded, logical_matrices, mixed
 
     check_resharded(module)
     matrices, others = [], []

@@ -28,8 +28,8 @@ The vocabulary, in the order of the data:
 - *prefetch*: later buckets whose gathers are in flight.
 - *status*: whether a rank has a gradient. If the ranks of a grid differ, nothing may move.
 
-The modules, in the order of the data: ``dtensors``, ``groups`` (with ``joins``, ``tp_dims`` and ``fsdp1``) read which
-matrices ``params`` have, and where they are, in the terms of ``regions``. ``plan`` makes buckets and exchanges of that,
-and ``step`` runs them, with ``inputs``, ``fitting`` and ``statuses``. ``engine`` builds all of it together with the other
+The modules, in the order of the data: ``dtensors``, ``groups`` (with ``tp_dims`` and ``fsdp``) read which matrices ``params``
+have, and where they are, in the terms of ``regions``. ``plan`` makes buckets and exchanges of that, and ``step`` runs them,
+with ``inputs`` and ``statuses``. ``engine`` builds all of it together with the other
 ranks, by ``agreement``. ``functions`` is the step through functions of the user. Imports go one way.
 """

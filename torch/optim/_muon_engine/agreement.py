@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from . import process_groups
-from .flights import naming
-from .process_groups import device_of_group, Ranks
+from .process_groups import device_of_group, naming, Ranks
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another

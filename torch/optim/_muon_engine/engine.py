@@ -22,20 +22,27 @@ from .factory import (
     reader_of,
     users_functions,
 )
-from .flights import CollectiveError
 from .inputs import StepInputs
-from .local import device_of, fitting_part, traits_of
 from .params import (
+    device_of,
     drop_misshapen_momentum,
+    fitting_part,
     inherit_momentum,
     Matrix,
     Param,
     Replacement,
     States,
     take_places,
+    traits_of,
 )
 from .plan import make_plan, Owners, Plan
-from .process_groups import counters_of, grid_groups, GridGroups, listed
+from .process_groups import (
+    CollectiveError,
+    counters_of,
+    grid_groups,
+    GridGroups,
+    listed,
+)
 from .regions import Grid, ranks_of
 from .step import PackedStep
 

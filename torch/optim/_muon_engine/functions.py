@@ -16,9 +16,16 @@ from torch import Tensor
 from .._muon_formulas import _adjust_lr
 from .._newton_schulz import NS_DTYPE
 from .factory import lent, MATRICES, READER, STEP
-from .local import is_dtensor, like_param, local_part, takes_update
 from .inputs import StepInputs
-from .params import Matrix, matrix_shape, Param
+from .params import (
+    is_dtensor,
+    like_param,
+    local_part,
+    Matrix,
+    matrix_shape,
+    Param,
+    takes_update,
+)
 from .plan import Owners
 from .process_groups import listed, spanning_group
 from .step import Progress

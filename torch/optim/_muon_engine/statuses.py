@@ -23,10 +23,9 @@ from .agreement import (
     Signature,
     with_complements,
 )
-from .flights import InFlight
 from .inputs import Status, StepInputs
 from .params import Matrix, shared_name
-from .process_groups import group_ranks, GridGroups, is_dry_run, listed
+from .process_groups import GridGroups, group_ranks, InFlight, is_dry_run, listed
 
 
 # The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits

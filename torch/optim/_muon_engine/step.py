@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from .._muon_formulas import CACHE_BYTES
 from .._newton_schulz import NS_DTYPE
-from .flights import drain, InFlight
 from .inputs import StepInputs
 from .params import Matrix
 from .plan import (
@@ -31,7 +30,7 @@ from .plan import (
     Round,
     ROUNDS_IN_FLIGHT,
 )
-from .process_groups import GridGroups, is_dry_run, listed
+from .process_groups import drain, GridGroups, InFlight, is_dry_run, listed
 from .regions import Grid, Region
 from .statuses import ELSEWHERE, Statuses
 

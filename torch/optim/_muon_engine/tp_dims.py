@@ -7,7 +7,7 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from . import fsdp1
+from . import fsdp
 from .params import Param
 from .process_groups import group_ranks
 
@@ -61,14 +61,14 @@ class TPDims:
                 f"tp_dim_per_param says dimension {dim} of parameter {param.index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
 
-    def look_at(self, params: Sequence[Tensor], views: fsdp1.Views | None) -> None:
+    def look_at(self, params: Sequence[Tensor], views: fsdp.Views | None) -> None:
         """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut."""
-        tensors: list[fsdp1.FlatTensor] = []
+        tensors: list[fsdp.FlatTensor] = []
         for inside, _ in (views or {}).values():
             tensors += inside
         for param in params:
             if getattr(param, "_is_flat_param", False):
-                tensors += fsdp1.tensors_of(param)
+                tensors += fsdp.tensors_of(param)
         meshed: set[tuple[int, ...]] = set()
         # Many parameters share one mesh.
         for mesh in {p.device_mesh for p in params if isinstance(p, DTensor)}:
@@ -91,10 +91,10 @@ def tp_mark_of(param: Tensor) -> int | None:
 
 def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | None]:
     """For each parameter of ``model``, the dimension along which TP cuts it; -1 for none; None if nothing says so."""
-    views: fsdp1.Views = {}
+    views: fsdp.Views = {}
     params = model.parameters() if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module):
-        views = fsdp1.views(model)
+        views = fsdp.views(model)
     dims: dict[int, int | None] = {}
     has_placements = False
     for index, param in enumerate(params):

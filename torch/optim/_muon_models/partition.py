@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .._muon_engine import fsdp1, fsdp2
+from .._muon_engine import fsdp
 from .._muon_engine.process_groups import process_rank
 from .._muon_split import Split
 from .layers import EMBEDDING, reasons_by_layer, unwrapped
@@ -24,8 +24,8 @@ def partition(
     takes_stacks: bool,
 ) -> tuple[list[Any], list[NamedParameter]]:
     """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
-    fsdp2.check_resharded(module)
-    parameters = list(fsdp1.logical_matrices(module))
+    fsdp.check_resharded(module)
+    parameters = list(fsdp.logical_matrices(module))
     shapes: dict[str, Shape] = {}
     for _, _, tensors in parameters:
         shapes.update(tensors)
@@ -63,7 +63,7 @@ def partition(
             if prints:
                 print(line)
         if len(found) > 1:
-            raise fsdp1.mixed(parameter_name, [*found.values()])
+            raise fsdp.mixed(parameter_name, [*found.values()])
         (group,) = found
         named = others if group is None else groups.setdefault(group, [])
         named.append((parameter_name, parameter))

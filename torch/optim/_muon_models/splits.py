@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .._muon_engine import fsdp1
+from .._muon_engine import fsdp
 from .._muon_split import Split
 from .layers import unwrapped
 
@@ -45,7 +45,7 @@ def split_of(module: nn.Module, heads: bool) -> dict[str, Any]:
     # A wrapped module replaces its wrapper.
     owners = {unwrapped(name): inner for name, inner in module.named_modules()}
     splits: dict[str, Any] = {}
-    for _, _, tensors in fsdp1.logical_matrices(module):
+    for _, _, tensors in fsdp.logical_matrices(module):
         for tensor_name, shape in tensors:
             # A weight has the name of its layer, and a bare parameter its own.
             layer_name = unwrapped(tensor_name).removesuffix(".weight")
