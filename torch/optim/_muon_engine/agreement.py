@@ -77,11 +77,20 @@ class Meeting(NamedTuple):
 
 
 def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]:
-    """Rank -> its value, of all ranks that meet in ``groups``."""
+    """Rank -> its value, of all ranks that meet in ``groups``. It does without ``dist.all_gather_object``, which needs NumPy."""
     values = {process_groups.process_rank(): value}
     for group in groups:
-        for of_other in all_gather_object(values, group):
-            values.update(of_other)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+        own = pickled.to(device_of_group(group))
+        numel = torch.tensor([len(own)], device=own.device)
+        numels = numel.repeat(group.size())
+        dist.all_gather(list(numels.split(1)), numel, group=group)
+        padded = own.new_zeros(max(numels.tolist()))
+        padded[: len(own)] = own
+        gathered = padded.repeat(group.size(), 1)
+        dist.all_gather(list(gathered.unbind()), padded, group=group)
+        for of_rank, size in zip(gathered.cpu(), numels.tolist()):
+            values |= pickle.loads(ctypes.string_at(of_rank.data_ptr(), size))
     return dict(sorted(values.items()))
 
 
@@ -129,27 +138,6 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
         text, advice = first_difference(everyone, derived=True), _ONE_GRID
     text = text or "ranks disagree about the parameters that they share"
     return Problem(ValueError, f"{text}. {advice}")
-
-
-def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
-    """Like ``dist.all_gather_object``, which needs NumPy."""
-    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    gathered = all_gather_uneven(pickled.to(device_of_group(group)), group)
-    received = [tensor.cpu() for tensor in gathered]
-    return [pickle.loads(ctypes.string_at(t.data_ptr(), len(t))) for t in received]
-
-
-def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """The 1D tensor of each rank of ``group``. Their lengths may differ, so they travel with padding."""
-    count = dist.get_world_size(group)
-    numel = torch.tensor([len(flat)], device=flat.device)
-    sizes = numel.repeat(count)
-    dist.all_gather(list(sizes.split(1)), numel, group=group)
-    padded = flat.new_zeros(max(sizes.tolist()))
-    padded[: len(flat)] = flat
-    gathered = flat.new_empty(count, len(padded))
-    dist.all_gather(list(gathered.unbind()), padded, group=group)
-    return [row[:size] for row, size in zip(gathered, sizes.tolist())]
 
 
 def first_difference(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .agreement import all_gather_uneven
+from .agreement import gathered_along
 from .config import DistributedConfig
 from .dtensors import matrices_of_dtensor, mesh_ranks, Reader
 from .inputs import cut_out
@@ -198,10 +198,10 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
         # No engine has read this parameter.
         reader.read_meshes([param])
     group = spanning_group(ranks, reader.candidates)
-    # Backends of accelerators do not take an offloaded piece.
-    sent = piece.reshape(-1).to(device_of([tensor], [group]))
-    flat = [other.to(piece.device) for other in all_gather_uneven(sent, group)]
-    pieces = dict(zip(ranks, flat, strict=True))
+    # Objects travel on the current device, which DDP does not ask its users to set.
+    with torch.accelerator.device_index(device_of([tensor], [group]).index):
+        # A copy, because pickling a view would send all of its storage.
+        pieces = gathered_along([group], piece.flatten().clone().cpu())
     # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
     full = piece.new_zeros(shape)
     for matrix in matrices:
