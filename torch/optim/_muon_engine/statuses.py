@@ -31,8 +31,8 @@ from .process_groups import GridGroups, group_ranks, InFlight, is_dry_run, liste
 # The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits
 # of the step, of the optimizer and of the options.
 _CHANGED, _PROBLEM = 0, 1
-_STEP, _OPTIMIZER, _OPTIONS = slice(2, 7), slice(7, 12), slice(12, 17)
-_FIRST_GRADIENT = 17
+_STEP, _OPTIMIZER, _OPTIONS = slice(2, 10), slice(10, 18), slice(18, 26)
+_FIRST_GRADIENT = 26
 # A byte of the head that says no, and the next one says yes. Zero is no opinion.
 _NO = 1
 
@@ -100,12 +100,13 @@ class Statuses(InFlight):
         built, or its options are invalid.
         """
         values = bytearray([_NO + has_changed, _NO + knows_of_problem])
-        values += _digits(step) + _digits(self._identity)
+        # No digit has the byte zero.
+        values += f"{step:08x}{self._identity:08x}".encode()
         if inputs is not None:
             of_groups = [formulas.options_digest for formulas in inputs.formulas]
             # Ranks may have equal options in one parameter group or in several.
             options = [of_groups[m.param.param_group] for m in self.matrices]
-            values += _digits(zlib.crc32(repr(options).encode()))
+            values += f"{zlib.crc32(repr(options).encode()):08x}".encode()
             values += bytes(inputs.status(matrix) for matrix in self.matrices)
         # The last result was read, so this memory is free. A copy from it does not wait.
         self._host.copy_(with_complements(values, len(self._host)))
@@ -234,15 +235,6 @@ class Statuses(InFlight):
                 # An event alone would record on the current device, which may be another one.
                 stream = torch.accelerator.current_stream(self._table.device)
                 self._copied = stream.record_event(self._copied)
-
-
-def _digits(number: int) -> bytes:
-    """A number of 32 bits in bytes of which none is zero."""
-    digits = bytearray()
-    for _ in range(5):
-        number, digit = divmod(number, 255)
-        digits.append(digit + 1)
-    return bytes(digits)
 
 
 def _identity(serial: int, matrices: Sequence[Matrix]) -> int:
