@@ -13,7 +13,7 @@ def default_formulas() -> MuonFormulas:
 
 def exchange(optimizer: Muon) -> None:
     """The transfers of a step, each after the one before."""
-    for bucket in optimizer._engine._make_runner().buckets:
+    for bucket in optimizer._engine.runner.buckets:
         bucket.take_memory()
         bucket.start_gather()
         bucket.wait()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast, NamedTuple
 
@@ -58,7 +59,7 @@ class Reader:
     def as_param(self, tensor: Tensor, index: int) -> Param:
         """``tensor`` in the place of parameter ``index``."""
         if index in self.params:
-            return self.params[index].with_tensor(tensor)
+            return replace(self.params[index], tensor=tensor)
         param = Param(index, tensor)
         param.expert = self.experts.get(index)
         return param
@@ -279,24 +280,23 @@ def _runs_by_column(dims: range, tensor: DTensor, cutting: Sequence[int]) -> lis
     mesh_sizes = tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
     indices = torch.arange(math.prod(shape), device="cpu").view(shape)
-    cuts: list[tuple[int, Any]] = []
-    for dim in dims:
-        cuts += _order_of_cuts(tensor.placements, mesh_sizes, dim)
     # Coordinates along the mesh dimensions that have cut so far -> the indices there.
     pieces: dict[tuple[int, ...], Tensor] = {(): indices}
-    for mesh_dim, placement in cuts:
-        finer: dict[tuple[int, ...], Tensor] = {}
-        for coordinates, piece in pieces.items():
-            parts, _ = placement._split_tensor(
-                piece, mesh_sizes[mesh_dim], with_padding=False, contiguous=False
-            )
-            for coordinate, part in enumerate(parts):
-                finer[(*coordinates, coordinate)] = part
-        pieces = finer
+    order: list[int] = []
+    for dim in dims:
+        for mesh_dim, placement in _order_of_cuts(tensor.placements, mesh_sizes, dim):
+            order.append(cutting.index(mesh_dim))
+            finer: dict[tuple[int, ...], Tensor] = {}
+            for coordinates, piece in pieces.items():
+                parts, _ = placement._split_tensor(
+                    piece, mesh_sizes[mesh_dim], with_padding=False, contiguous=False
+                )
+                for coordinate, part in enumerate(parts):
+                    finer[(*coordinates, coordinate)] = part
+            pieces = finer
     runs_of: dict[tuple[int, ...], Runs] = {}
     for coordinates, piece in pieces.items():
         runs_of[coordinates] = _runs(piece.flatten())
-    order = [cutting.index(mesh_dim) for mesh_dim, _ in cuts]
     by_column: list[Runs] = []
     for of_column in product(*(range(mesh_sizes[dim]) for dim in cutting)):
         by_column.append(runs_of[tuple(of_column[place] for place in order)])

@@ -25,7 +25,6 @@ from .factory import (
 from .inputs import StepInputs
 from .params import (
     device_of,
-    drop_misshapen_momentum,
     fitting_part,
     inherit_momentum,
     Matrix,
@@ -77,7 +76,6 @@ class Engine:
         self.assignments: Mapping[int, Sequence[int]] = {}
         # By grid: the groups of this rank's row and column.
         self.groups: dict[Grid, GridGroups] = {}
-        self._runner: Any = None
         replaced: list[Replacement] = []
         if former is None:
             self.reader = reader_of(config, takes_stacks)
@@ -104,10 +102,8 @@ class Engine:
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
-            restarted = inherit_momentum(replaced, states)
-            self._warn_about_restarted(
-                restarted + drop_misshapen_momentum(params, states)
-            )
+            self._warn_about_restarted(inherit_momentum(replaced, params, states))
+        self.runner: Any = self._new_runner()
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.is_packed and self.device.type != "cpu" and not is_meta:
@@ -179,7 +175,7 @@ class Engine:
             "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         }
         owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
-        signatures: dict[Any, list[Signature]] = {}
+        signatures: dict[Any, list[Signature]] = {r: [] for r in reader.groups_of}
         for fact in reader.facts:
             param = fact.param
             fields = {
@@ -194,13 +190,13 @@ class Engine:
             if param.tensor.ndim <= 2 or param.flatten:
                 # Ranks may hold different matrices of a stack.
                 fields["owner"] = str(owner_of.get(param.index))
-            signatures.setdefault(fact.ranks, []).append((fact.described, fields))
-        meetings: list[Meeting] = []
-        for ranks, of_ranks in signatures.items():
-            if reader.groups_of[ranks]:
-                meetings.append(Meeting(ranks, reader.groups_of[ranks], of_ranks))
+            signatures[fact.ranks].append((fact.described, fields))
         # Fewer ranks first, so that a problem reaches the meetings of more ranks that contain them.
-        return sorted(meetings, key=lambda of: (len(of.ranks), of.ranks))
+        meetings: list[Meeting] = []
+        for ranks in sorted(signatures, key=lambda ranks: (len(ranks), ranks)):
+            if groups := reader.groups_of[ranks]:
+                meetings.append(Meeting(ranks, groups, signatures[ranks]))
+        return meetings
 
     def _connect(self, device_index: int | None) -> None:
         """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
@@ -212,11 +208,11 @@ class Engine:
         own_error = None
         with torch.accelerator.device_index(device_index):
             try:
-                self._make_runner().reserve(self.config.prefetch_count)
+                self.runner.reserve(self.config.prefetch_count)
             except Exception as error:
                 own_error = error
             agree(meetings, own_error)
-            self._make_runner().connect()
+            self.runner.connect()
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -250,35 +246,30 @@ class Engine:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not users_functions(self.config)
 
-    def _make_runner(self) -> Any:
-        """The step of this engine. The first call makes it."""
-        if self._runner is None and self.is_packed:
-            self._runner = PackedStep(self.plan, self.groups, self.rank, self.device)
-        elif self._runner is None:
-            from .functions import FunctionStep
+    def _new_runner(self) -> Any:
+        """The step of this engine."""
+        if self.is_packed:
+            return PackedStep(self.plan, self.groups, self.rank, self.device)
+        from .functions import FunctionStep
 
-            self._runner = FunctionStep(self)
-        return self._runner
+        return FunctionStep(self)
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they and their ``split`` and ``flatten`` are
         unchanged.
         """
-        at = 0
+        params = iter(self.params)
         for param_group, options in enumerate(param_groups):
-            form = Split.of(options["split"]), bool(options["flatten"])
+            form = param_group, Split.of(options["split"]), bool(options["flatten"])
             for tensor in options["params"]:
-                if at == len(self.params):
-                    return False
-                param = self.params[at]
-                if param.tensor is not tensor or param.param_group != param_group:
+                param = next(params, None)
+                if param is None or param.tensor is not tensor:
                     return False
                 if param.traits != traits_of(tensor):
                     return False
-                if (param.split, param.flatten) != form:
+                if (param.param_group, param.split, param.flatten) != form:
                     return False
-                at += 1
-        return at == len(self.params)
+        return next(params, None) is None
 
     def announce_change(self) -> None:
         """Tells the ranks that share matrices in ``step()`` that parameters have changed since this engine was built. Raises
@@ -286,8 +277,7 @@ class Engine:
         """
         if self.is_packed:
             self.synchronize()
-            runner = self._make_runner()
-            difference = runner.share_statuses(self.steps, None, has_changed=True)
+            difference = self.runner.share_statuses(self.steps, None, has_changed=True)
             if difference:
                 raise RuntimeError(difference)
 
@@ -295,7 +285,7 @@ class Engine:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
         replaced = take_places(self.seen, params, self.config_indices)
         self.seen = params
-        self._warn_about_restarted(inherit_momentum(replaced, states))
+        self._warn_about_restarted(inherit_momentum(replaced, params, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
         first = min((m.layout.ranks[0] for m in self.plan.owners), default=0)
@@ -331,8 +321,8 @@ class Engine:
         # Whether, after an error here, the other ranks may move parameters in this step: once the statuses are on their
         # way, unless all ranks wait for them and hear of the problem.
         others_may_go_on = False
+        runner = self.runner
         try:
-            runner = self._make_runner()
             try:
                 self._check_options(formulas)
                 inputs = StepInputs(self.rank, formulas, self.ordered, states, grads)
@@ -352,8 +342,7 @@ class Engine:
             if problem:
                 raise RuntimeError(problem)
         except BaseException as error:
-            if self._runner is not None:
-                self._runner.drain()
+            runner.drain()
             if others_may_go_on:
                 self._fail(error)
             raise
@@ -365,7 +354,6 @@ class Engine:
         before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
         if changed:
-            config.check()
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
@@ -376,7 +364,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Records the failure. Parameters may have moved on some ranks only, so this optimizer does not go on."""
-        where = str(self._runner.progress) if self._runner is not None else ""
+        where = str(self.runner.progress)
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
         if where and is_own:
@@ -386,13 +374,13 @@ class Engine:
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
         # A framework of the user's may be able to go on.
         if self.reader is not None:
-            self.failure = self.failure or failure
+            self.failure = failure
 
     def synchronize(self) -> None:
         """On accelerators: raises the error of the last step, if it is new. The first call waits for the step's end."""
-        if self.failure or self._runner is None:
+        if self.failure:
             return
-        text = self._runner.mismatch()
+        text = self.runner.mismatch()
         if text:
             error = RuntimeError(text)
             self._fail(error)

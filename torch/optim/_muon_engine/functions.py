@@ -18,7 +18,6 @@ from .._newton_schulz import NS_DTYPE
 from .factory import lent, MATRICES, READER, STEP
 from .inputs import StepInputs
 from .params import (
-    is_dtensor,
     like_param,
     local_part,
     Matrix,
@@ -325,7 +324,7 @@ class FunctionStep:
             return matrix_shape(whole.shape, param.flatten)
         index = param.index
         shapes = self.config.state.get("global_shapes", {})
-        if index not in shapes and not is_dtensor(param.tensor):
+        if index not in shapes and not param.is_dtensor:
             warnings.warn(
                 f"gather_fn returned None for {param.described}, so the shape of the local tensor scales the learning "
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",

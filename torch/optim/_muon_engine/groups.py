@@ -309,16 +309,11 @@ class GroupsReader(Reader):
             parts.error = error
         matrices = parts.completed(of_meshes if parts.group_of else ())
         self.candidates = [*parts.group_of.values(), *of_meshes]
-        self._add_facts(parts.joined)
-        return self._taken(matrices)
-
-    def _add_facts(self, matrices: Sequence[Matrix]) -> None:
-        """Adds the facts about matrices that groups share. Their ranks know the grids, and meet in their rows and columns."""
-        # The ranks of several grids meet in the first one.
-        for grid in sorted({m.layout.grid for m in matrices}, key=place_in_order):
+        # The ranks of a grid meet in its row and column, and those of several grids in the first one's.
+        for grid in sorted({m.layout.grid for m in parts.joined}, key=place_in_order):
             groups = grid_groups(grid, self.candidates).several
             self.groups_of.setdefault(ranks_of(grid), groups)
-        for matrix in sorted(matrices, key=lambda m: m.param.place_of_expert):
+        for matrix in sorted(parts.joined, key=lambda m: m.param.place_of_expert):
             layout = matrix.layout
             fields = {
                 "name": shared_name(matrix.param, matrix.name),
@@ -328,6 +323,7 @@ class GroupsReader(Reader):
             }
             fact = Fact(layout.ranks, matrix.param, matrix.described, fields)
             self.facts.append(fact)
+        return self._taken(matrices)
 
     def matrices_of(self, param: Param) -> list[Matrix]:
         """The matrices of a parameter that takes the place of one that was read. The ranks of the groups exchange their

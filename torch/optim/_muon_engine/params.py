@@ -19,10 +19,6 @@ from .process_groups import current_device, device_of_group, process_rank
 from .regions import Layout, newton_schulz_flops, problem_with_tiling, Region, Shape
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
-
-
 def is_sum(tensor: Tensor) -> bool:
     """Whether ranks hold contributions to a sum (Partial)."""
     if not isinstance(tensor, DTensor):
@@ -162,36 +158,36 @@ def device_of(
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
+@dataclass(eq=False)
 class Param:
     """A parameter on this rank, as it was when the engine was built. ``formulas`` (a MuonFormulas) has the options of its
     parameter group, the ``param_group``-th one, at that time.
     """
 
-    def __init__(
-        self,
-        index: int,
-        tensor: Tensor,
-        name: str | None = None,
-        param_group: int = 0,
-        formulas: Any = None,
-    ) -> None:
-        self.index, self.tensor, self.name = index, tensor, name
-        self.param_group, self.formulas = param_group, formulas
-        # Its index when the optimizer got it, which the config's dicts count by.
-        self.config_index = index
-        # The id of its expert, which the config may know.
-        self.expert: int | None = None
+    index: int
+    tensor: Tensor
+    name: str | None = None
+    param_group: int = 0
+    formulas: Any = None
+    # The id of its expert, which the config may know.
+    expert: int | None = None
+    # Its index when the optimizer got it, which the config's dicts count by; -1 for a later one, None for the index that it has.
+    config_index: Any = None
+
+    def __post_init__(self) -> None:
+        if self.config_index is None:
+            self.config_index = self.index
         # How it becomes matrices.
         self.split, self.flatten = Split(), False
-        if formulas is not None:
-            self.split, self.flatten = formulas.form
+        if self.formulas is not None:
+            self.split, self.flatten = self.formulas.form
         # The properties that the layout is read from. Every step compares them.
-        self.traits = traits_of(tensor)
+        self.traits = traits_of(self.tensor)
         self.frozen = self.traits.frozen
         # A DTensor does not see writes to its local tensor.
-        self.is_dtensor = is_dtensor(tensor)
+        self.is_dtensor = isinstance(self.tensor, DTensor)
         # Whether ranks hold contributions to a sum.
-        self.is_sum = is_sum(tensor)
+        self.is_sum = is_sum(self.tensor)
 
     @property
     def place_of_expert(self) -> int:
@@ -201,12 +197,6 @@ class Param:
     @property
     def described(self) -> str:
         return describe(self, self.tensor.shape)
-
-    def with_tensor(self, tensor: Tensor) -> "Param":
-        """``tensor`` in the place of this one."""
-        param = Param(self.index, tensor, self.name, self.param_group, self.formulas)
-        param.config_index, param.expert = self.config_index, self.expert
-        return param
 
 
 def shared_name(param: Param, name: str | None) -> str:
@@ -376,27 +366,22 @@ def _is_same(old: Param, new: Param) -> bool:
     return old.traits[1:] != new.traits[1:]
 
 
-def inherit_momentum(replaced: Iterable[Replacement], states: States) -> list[str]:
-    """Gives momentum to parameters that replace others. Returns those that get none. The momentum of a parameter
-    that left the groups stays with that parameter, too.
+def inherit_momentum(
+    replaced: Iterable[Replacement], params: Sequence[Param], states: States
+) -> list[str]:
+    """Gives momentum to parameters that replace others. Returns those of ``params`` that get none, or whose own momentum has
+    another shape and is deleted. The momentum of a parameter that left the groups stays with that parameter, too.
     """
-    restarted = []
+    restarted: list[str] = []
     for old, new, inherits in replaced:
         if "momentum_buffer" in states.get(old.tensor, {}) and new.tensor not in states:
             if inherits:
                 states[new.tensor] = dict(states[old.tensor])
             else:
                 restarted.append(new.described)
-    return restarted
-
-
-def drop_misshapen_momentum(params: Sequence[Param], states: States) -> list[str]:
-    """Deletes momentum of another shape. Returns the parameters that had it."""
-    restarted = []
     for param in params:
-        state = states.get(param.tensor, {})
-        buffer = state.get("momentum_buffer")
+        buffer = states.get(param.tensor, {}).get("momentum_buffer")
         if buffer is not None and buffer.shape != param.tensor.shape:
             restarted.append(param.described)
-            del state["momentum_buffer"]
+            del states[param.tensor]["momentum_buffer"]
     return restarted

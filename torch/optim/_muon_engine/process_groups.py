@@ -237,15 +237,13 @@ class InFlight:
             with self._naming(name, ranks):
                 work.wait()
 
-    def _naming(self, name: str, ranks: Ranks) -> AbstractContextManager:
-        return naming(name, ranks, (matrix.described for matrix in self.matrices))
-
-
-def drain(flights: Iterable[InFlight]) -> None:
-    """After an error, waits for everything in flight."""
-    for flight in flights:
+    def drain(self) -> None:
+        """After an error, waits for all of them."""
         # A wait forgets a collective even if it failed.
-        while flight.works:
+        while self.works:
             # The error that led here is the one to report.
             with suppress(Exception):
-                flight.wait()
+                self.wait()
+
+    def _naming(self, name: str, ranks: Ranks) -> AbstractContextManager:
+        return naming(name, ranks, (matrix.described for matrix in self.matrices))

@@ -39,9 +39,7 @@ class Region(NamedTuple):
     def rows(self, first: int, count: int) -> "Region":
         """``count`` rows of this rectangle."""
         offset = self.offset + first * self.stride
-        return Region(
-            self.row + first, self.column, count, self.width, offset, self.stride
-        )
+        return self._replace(row=self.row + first, height=count, offset=offset)
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix`` that is this rectangle."""

@@ -30,7 +30,7 @@ from .plan import (
     Round,
     ROUNDS_IN_FLIGHT,
 )
-from .process_groups import drain, GridGroups, InFlight, is_dry_run, listed
+from .process_groups import GridGroups, InFlight, is_dry_run, listed
 from .regions import Grid, Region
 from .statuses import ELSEWHERE, Statuses
 
@@ -215,8 +215,6 @@ class PackedStep:
         """Begins the ``step``-th step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank's
         parameters have changed, or it raises an error and tells the others that it has a problem.
         """
-        shared = [matrix for each in self.statuses for matrix in each.matrices]
-        self.progress.now = "statuses", shared
         self.awaits_statuses = all(each.awaits for each in self.statuses)
         # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
         # gradient may be of a matrix that no other rank has.
@@ -240,9 +238,11 @@ class PackedStep:
     def drain(self) -> None:
         """After an error, waits for everything in flight."""
         # The memory stays, because a failed collective may write to it.
-        drain(self.statuses)
+        for statuses in self.statuses:
+            statuses.drain()
         for flight in self.buckets:
-            drain([flight, *flight.rounds])
+            for each in (flight, *flight.rounds):
+                each.drain()
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. DTensor's collectives for gradients come first."""
@@ -256,17 +256,13 @@ class PackedStep:
                 elif phase is Phase.COMPUTE:
                     self._compute(flight, inputs)
                 elif phase is Phase.FORWARD:
-                    self._wait(flight, "scatter")
+                    flight.wait()
                     flight.start_rounds(0, ROUNDS_IN_FLIGHT)
                 else:
                     self._apply_updates(flight, inputs)
         for statuses in self.statuses:
             statuses.finish()
         self.progress.now = "", ()
-
-    def _wait(self, flight: InFlight, collective: str) -> None:
-        self.progress.now = f"wait for {collective}", flight.matrices
-        flight.wait()
 
     def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Packs this rank's shards for their owners. The shards of matrices that it owns do not travel."""
@@ -279,7 +275,7 @@ class PackedStep:
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
-        self._wait(flight, "gather")
+        flight.wait()
         if not inputs.is_complete:
             # The updates of a matrix without a gradient travel, too.
             flight.kept.zero_()
@@ -299,7 +295,6 @@ class PackedStep:
             self.progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
             self._orthogonalize(flight, batch, parts, inputs)
-        self.progress.now = "scatter", flight.matrices
         flight.start_scatter()
         if len(bucket.row) == 1:
             flight.start_rounds(0, ROUNDS_IN_FLIGHT)
@@ -352,14 +347,14 @@ class PackedStep:
 
     def _apply_updates(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Applies the updates that this rank receives: those of the other rows, and those of its own."""
-        self._wait(flight, "scatter")
+        flight.wait()
         outgoing = flight.bucket.exchange.outgoing
         if not flight.rounds:
             self._apply(outgoing, _views(flight.sent, outgoing), inputs)
         # Ranks with the same shard apply its updates in the same pieces, because a CPU may round the last elements of a
         # bfloat16 tensor otherwise.
         for number, of_round in enumerate(flight.rounds):
-            self._wait(of_round, "updates of replicas")
+            of_round.wait()
             planned = of_round.planned
             updates = _views(of_round.sent, planned.outgoing)
             updates += _views(of_round.received, planned.incoming)

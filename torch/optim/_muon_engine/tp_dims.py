@@ -69,15 +69,14 @@ class TPDims:
         for param in params:
             if getattr(param, "_is_flat_param", False):
                 tensors += fsdp.tensors_of(param)
-        meshed: set[tuple[int, ...]] = set()
         # Many parameters share one mesh.
-        for mesh in {p.device_mesh for p in params if isinstance(p, DTensor)}:
+        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        meshes |= {tensor.tp.mesh for tensor in tensors if tensor.tp is not None}
+        meshed: set[tuple[int, ...]] = set()
+        for mesh in meshes:
             if mesh.get_coordinate() is not None:
                 meshed.update(map(group_ranks, mesh.get_all_groups()))
-        self.are_shown = self.group is not None and (
-            any(tensor.tp is not None for tensor in tensors)
-            or group_ranks(self.group) in meshed
-        )
+        self.are_shown = self.group is not None and group_ranks(self.group) in meshed
 
 
 def tp_mark_of(param: Tensor) -> int | None:

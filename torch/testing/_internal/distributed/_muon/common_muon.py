@@ -237,7 +237,7 @@ def as_on_an_accelerator(optimizer):
     """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
     the gradients of a bucket together. The buffers are on the CPU.
     """
-    runner, device = optimizer._engine._make_runner(), torch.device("cuda")
+    runner, device = optimizer._engine.runner, torch.device("cuda")
     runner.device = device
     for statuses in runner.statuses:
         statuses.device = device
