@@ -51,11 +51,6 @@ def state_of(model, optimizer, **options):
     return {"model": values, "optimizer": state}
 
 
-def set_state(model, optimizer, state):
-    values, state = state["model"], state["optimizer"]
-    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
-
-
 def through_a_file(state, **options):
     file = io.BytesIO()
     torch.save(state, file)
@@ -129,7 +124,12 @@ class Job:
     def load(self, path):
         state = state_of(self.model, self.optimizer)
         dcp.load(state, checkpoint_id=path, **self._group())
-        set_state(self.model, self.optimizer, state)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
 
     def whole(self):
         """Parameters and momentum, whole on every rank."""

@@ -89,14 +89,6 @@ def interrupt():
         time.sleep(0.01)
 
 
-def exhaust():
-    torch.empty(1 << 50)
-
-
-def signaled(number):
-    return lambda: os.kill(os.getpid(), number)
-
-
 def outcome(call):
     """The error that ``call`` raises, in words."""
     try:
@@ -165,7 +157,7 @@ class TestMuonRaises(Faults, OnCPU):
             (AGREEMENT, fail, own),
             (STATUSES, fail, own),
             (GATHER, fail, own),
-            (ORTHOGONALIZE, exhaust, memory),
+            (ORTHOGONALIZE, lambda: torch.empty(1 << 50), memory),
             (ORTHOGONALIZE, interrupt, interrupted),
         ):
             with self.everywhere(f"{phase.name} {act}"):
@@ -201,7 +193,7 @@ class LostRanks(Faults, common_distributed.MultiProcessTestCase):
         ranks = {"rank": self.rank, "world_size": self.world_size}
         dist.init_process_group("gloo", store=store, timeout=LONG, **ranks)
         pids = everyone(os.getpid())
-        self.play(phase, signaled(number))
+        self.play(phase, lambda: os.kill(os.getpid(), number))
         if self.rank == CULPRIT:
             store.set("awake", "yes")
             return

@@ -108,10 +108,6 @@ def other_shapes_in_a_pair(build):
     build.specs[1] = of_pair()._replace(shape=(8, 4 + (dist.get_rank() == 3)))
 
 
-def swapped(build):
-    replaced(mesh=build.swapped_mesh)(build)
-
-
 def in_another_order(build):
     build.specs.reverse()
     build.names.reverse()
@@ -159,7 +155,7 @@ OF_GROUPS = {
     "shape in a pair": Mistake(other_shapes_in_a_pair, "disagree about parameter . 'w1'.* on rank 2 and .* on rank 3", culprits=range(4)),
     "dtype": Mistake(replaced(dtype=torch.bfloat16), f"'w1'.*dtype {is_on('torch.float32', 'torch.bfloat16')}"),
     "dtype of gradients": Mistake(parameters(lambda params: setattr(params[0], "grad_dtype", torch.float64)), "'w0'.*grad_dtype is torch.float32"),
-    "mesh": Mistake(swapped, "'w1'.*on rank 0 and .*on rank 2"),
+    "mesh": Mistake(lambda build: replaced(mesh=build.swapped_mesh)(build), "'w1'.*on rank 0 and .*on rank 2"),
     "placement": Mistake(replaced(placements=(S1,)), "'w1'.*on rank 0 and .*on rank 2"),
     "number": Mistake(lambda build: build.specs.pop(2), "ranks disagree"),
     "order": Mistake(in_another_order, f"name {is_on('w0', 'w2')}"),
