@@ -183,18 +183,17 @@ class TestBuckets(TestCase):
         A matrix of 28672 x 8192 is above the bound of a bucket. One of 18432 x 7168 takes as long as 33
         experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
         """
-        for shapes, grid, most in (
-            (LLAMA * 80, grid_of(1, 64), 1.1),
-            (LLAMA * 80, grid_of(64, 256), 1.1),
-            (LLAMA * 80, grid_of(8, 8), 1.1),
-            # An eighth of the experts, over an eighth of 1,024 ranks. One pass over the owners does not pack
-            # them next to the large matrices quite as tightly.
-            (DEEPSEEK, grid_of(1, 128), 1.2),
+        for shapes, grid in (
+            (LLAMA * 80, grid_of(1, 64)),
+            (LLAMA * 80, grid_of(64, 256)),
+            (LLAMA * 80, grid_of(8, 8)),
+            # An eighth of the experts, over an eighth of 1,024 ranks.
+            (DEEPSEEK, grid_of(1, 128)),
         ):
             with self.subTest(ranks=len(grid) * len(grid[0])):
-                self.check(matrices_of(shapes, grid), most)
+                self.check(matrices_of(shapes, grid))
 
-    def check(self, matrices, most):
+    def check(self, matrices):
         owners = assign_owners(matrices)
         buckets = cut_into_buckets(owners, matrices)
         members = sorted(m.index for bucket in buckets for m in bucket)
@@ -212,7 +211,7 @@ class TestBuckets(TestCase):
         # Three buckets may be in flight, each with a bound and a largest matrix.
         in_flight = max(sum(most_gathered[at : at + 3]) for at in range(len(buckets)))
         self.assertLessEqual(in_flight, 3 * (plan.BUCKET_BYTES // 2 + largest))
-        self.assertLessEqual(sequential, most * max(busy.values()))
+        self.assertLessEqual(sequential, 1.1 * max(busy.values()))
 
     def test_rounds_are_bounded(self):
         """Along a column, each update arrives once, in pieces of rows."""

@@ -268,6 +268,7 @@ def cut_into_buckets(
         return [heaviest_first]
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
     largest = max(matrix.numel for matrix in members)
+    in_flight = buckets_in_flight(layout.grid, prefetch_count)
     most_gathered = max(sum(m.numel for m in queue) for queue in queues.values())
     longest = max(map(len, queues.values()))
 
@@ -275,61 +276,53 @@ def cut_into_buckets(
         return sum(matrix.flops for matrix in queue)
 
     busiest_first = sorted(queues.values(), key=work_of, reverse=True)
-    busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     wanted = max(fewest, min(MAX_BUCKETS, longest))
-    counts = [*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)]
-    in_flight = buckets_in_flight(layout.grid, prefetch_count)
     shortest: list[list[Matrix]] = []
     least = math.inf
-    # Buckets in flight have room for half a largest matrix or one each, or one of them for all of these: small matrices
-    # fill the time of a large one.
-    for of_first, of_others in (
-        (largest // 2, largest // 2),
-        (largest, largest),
-        (in_flight * largest, 0),
-    ):
-        for count in counts:
-            limits = [
-                bound + (of_others if number % in_flight else of_first)
-                for number in range(count)
-            ]
-            for total, buckets in _spread(busiest_first, limits):
-                if total < least:
-                    shortest, least = buckets, total
-            if least <= MAX_STRETCH * busiest:
-                return shortest
+    for count in (*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)):
+        limits = [bound] * count
+        # Buckets in flight have room for a largest matrix each. The first of them has it for all, because many small matrices
+        # fill the time of a large one.
+        for number in range(0, count, in_flight):
+            limits[number] += in_flight * largest
+        total, buckets = _spread(busiest_first, limits)
+        if total < least:
+            shortest, least = buckets, total
+        if least <= MAX_STRETCH * work_of(busiest_first[0]):
+            break
     # A bucket for each matrix of an owner always fits.
-    return shortest or next(_spread(busiest_first, [largest] * longest))[1]
+    return shortest or _spread(busiest_first, [largest] * longest)[1]
 
 
 def _spread(
     queues: Sequence[Sequence[Matrix]], limits: Sequence[int]
-) -> Iterator[tuple[int, list[list[Matrix]]]]:
-    """Ways to put the matrices into one bucket for each of the ``limits``, the most elements that an owner gathers; none if
-    they do not fit. A way is the work of the buckets' busiest owners, added up, and the buckets.
+) -> tuple[float, list[list[Matrix]]]:
+    """The work of the buckets' busiest owners, added up, and the buckets: one for each of the ``limits``, the most elements that
+    an owner gathers. The work is infinite if the matrices do not fit.
 
     Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
     owners before it. A second round knows the heights of all.
     """
-    count = len(limits)
+    total, found, count = math.inf, [], len(limits)
     known = [0] * count
     for _ in range(2):
-        buckets: list[list[Matrix]] = [[] for _ in limits]
+        buckets: list[list[Matrix]] = [[] for _ in range(count)]
         heights = [0] * count
         for queue in queues:
             work, room = [0] * count, list(limits)
             for matrix in queue:
                 fitting = [k for k in range(count) if room[k] >= matrix.numel]
                 if not fitting:
-                    return
+                    return total, found
                 bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
                 buckets[bucket].append(matrix)
                 work[bucket] += matrix.flops
                 room[bucket] -= matrix.numel
             heights = [max(both) for both in zip(heights, work)]
-        yield sum(heights), [b for b in buckets if b]
         known = heights
+        total, found = sum(heights), [bucket for bucket in buckets if bucket]
+    return total, found
 
 
 # Exchanges
