@@ -125,11 +125,10 @@ class Reader:
         for matrix in matrices:
             self.by_param.setdefault(matrix.index, []).append(matrix)
         ranks_of = {fact.param.index: fact.ranks for fact in self.facts}
-
-        def place(matrix: Matrix) -> tuple[int, Ranks]:
-            return matrix.param.place_of_expert, ranks_of.get(matrix.index, ())
-
-        return sorted(matrices, key=place)
+        return sorted(
+            matrices,
+            key=lambda m: (m.param.place_of_expert, ranks_of.get(m.index, ())),
+        )
 
     def check_tp_dim(self, param: Param) -> None:
         """Placements say what TP cuts."""
