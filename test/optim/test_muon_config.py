@@ -416,6 +416,17 @@ class TestReplaced(MuonTestCase):
 
         self.train(fill)
 
+    def test_another_shape_for_a_while(self):
+        """Memory savers take the values of a parameter away. A checkpoint meanwhile leaves its momentum."""
+
+        def save(optimizer, params):
+            values = params[0].data
+            params[0].data = values.new_empty(0, 0)
+            optimizer.state_dict()
+            params[0].data = values
+
+        self.train(save)
+
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""
 

@@ -77,11 +77,13 @@ class Meeting(NamedTuple):
 
 
 def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]:
-    """Rank -> its value, of all ranks that meet in ``groups``. It does without ``dist.all_gather_object``, which needs NumPy."""
+    """Rank -> its value, of all ranks that meet in ``groups``, one after another. Unlike ``dist.all_gather_object``, this needs
+    no NumPy.
+    """
     values = {process_groups.process_rank(): value}
     for group in groups:
-        pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-        own = pickled.to(device_of_group(group))
+        own = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+        own = own.to(device_of_group(group))
         numel = torch.tensor([len(own)], device=own.device)
         numels = numel.repeat(group.size())
         dist.all_gather(list(numels.split(1)), numel, group=group)
@@ -90,7 +92,9 @@ def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]
         gathered = padded.repeat(group.size(), 1)
         dist.all_gather(list(gathered.unbind()), padded, group=group)
         for of_rank, size in zip(gathered.cpu(), numels.tolist()):
-            values |= pickle.loads(ctypes.string_at(of_rank.data_ptr(), size))
+            # Copies of ctypes have at most 2 GiB.
+            pickled = (ctypes.c_char * size).from_address(of_rank.data_ptr())
+            values |= pickle.loads(pickled)
     return dict(sorted(values.items()))
 
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .factory import (
 from .inputs import StepInputs
 from .params import (
     device_of,
+    drop_misshapen_momentum,
     fitting_part,
     inherit_momentum,
     Matrix,
@@ -102,8 +104,10 @@ class Engine:
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
-            self._warn_about_restarted(inherit_momentum(replaced, params, states))
-        self.runner: Any = self._new_runner()
+            restarted = inherit_momentum(replaced, states)
+            self._warn_about_restarted(
+                restarted + drop_misshapen_momentum(params, states)
+            )
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.is_packed and self.device.type != "cpu" and not is_meta:
@@ -246,7 +250,9 @@ class Engine:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not users_functions(self.config)
 
-    def _new_runner(self) -> Any:
+    # Made when it is first used, because it has buffers.
+    @cached_property
+    def runner(self) -> Any:
         """The step of this engine."""
         if self.is_packed:
             return PackedStep(self.plan, self.groups, self.rank, self.device)
@@ -285,7 +291,7 @@ class Engine:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
         replaced = take_places(self.seen, params, self.config_indices)
         self.seen = params
-        self._warn_about_restarted(inherit_momentum(replaced, params, states))
+        self._warn_about_restarted(inherit_momentum(replaced, states))
 
     def _warn_about_restarted(self, described: Sequence[str]) -> None:
         first = min((m.layout.ranks[0] for m in self.plan.owners), default=0)

@@ -171,7 +171,7 @@ class Param:
     formulas: Any = None
     # The id of its expert, which the config may know.
     expert: int | None = None
-    # Its index when the optimizer got it, which the config's dicts count by; -1 for a later one, None for the index that it has.
+    # Its index when the optimizer got it, which the config's dicts count by; -1 for a later one. By default, its ``index``.
     config_index: Any = None
 
     def __post_init__(self) -> None:
@@ -366,11 +366,9 @@ def _is_same(old: Param, new: Param) -> bool:
     return old.traits[1:] != new.traits[1:]
 
 
-def inherit_momentum(
-    replaced: Iterable[Replacement], params: Sequence[Param], states: States
-) -> list[str]:
-    """Gives momentum to parameters that replace others. Returns those of ``params`` that get none, or whose own momentum has
-    another shape and is deleted. The momentum of a parameter that left the groups stays with that parameter, too.
+def inherit_momentum(replaced: Iterable[Replacement], states: States) -> list[str]:
+    """Gives momentum to parameters that replace others. Returns those that get none. The momentum of a parameter
+    that left the groups stays with that parameter, too.
     """
     restarted: list[str] = []
     for old, new, inherits in replaced:
@@ -379,6 +377,14 @@ def inherit_momentum(
                 states[new.tensor] = dict(states[old.tensor])
             else:
                 restarted.append(new.described)
+    return restarted
+
+
+def drop_misshapen_momentum(params: Sequence[Param], states: States) -> list[str]:
+    """Deletes momentum of another shape. Returns the parameters that had it. Only a step may call this: outside of steps, FSDP
+    and memory savers show other shapes for a while.
+    """
+    restarted: list[str] = []
     for param in params:
         buffer = states.get(param.tensor, {}).get("momentum_buffer")
         if buffer is not None and buffer.shape != param.tensor.shape:

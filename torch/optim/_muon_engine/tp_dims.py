@@ -62,7 +62,9 @@ class TPDims:
             )
 
     def look_at(self, params: Sequence[Tensor], views: fsdp.Views | None) -> None:
-        """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut."""
+        """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut: the ranks of the group are
+        those of a dimension of a mesh of theirs.
+        """
         tensors: list[fsdp.FlatTensor] = []
         for inside, _ in (views or {}).values():
             tensors += inside
