@@ -190,28 +190,28 @@ class TestBuckets(TestCase):
             # An eighth of the experts, over an eighth of 1,024 ranks.
             (DEEPSEEK, grid_of(1, 128)),
         ):
-            with self.subTest(rows=len(grid)):
-                matrices = matrices_of(shapes, grid)
-                owners = assign_owners(matrices)
-                buckets = cut_into_buckets(owners, matrices)
-                members = sorted(m.index for bucket in buckets for m in bucket)
-                self.assertEqual(members, list(range(len(matrices))))
-                largest = max(matrix.numel for matrix in matrices)
-                sequential, busy, most_gathered = 0, Counter(), []
-                for bucket in buckets:
-                    work, gathered = Counter(), Counter()
-                    for matrix in bucket:
-                        work[owners[matrix]] += matrix.flops
-                        gathered[owners[matrix]] += matrix.numel
-                    sequential += max(work.values())
-                    busy.update(work)
-                    most_gathered.append(max(gathered.values()))
-                # Three buckets may be in flight, each with a bound and a largest matrix.
-                in_flight = max(
-                    sum(most_gathered[at : at + 3]) for at in range(len(buckets))
-                )
-                self.assertLessEqual(in_flight, 3 * (plan.BUCKET_BYTES // 2 + largest))
-                self.assertLessEqual(sequential, 1.1 * max(busy.values()))
+            with self.subTest(ranks=len(grid) * len(grid[0])):
+                self.check(matrices_of(shapes, grid))
+
+    def check(self, matrices):
+        owners = assign_owners(matrices)
+        buckets = cut_into_buckets(owners, matrices)
+        members = sorted(m.index for bucket in buckets for m in bucket)
+        self.assertEqual(members, list(range(len(matrices))))
+        largest = max(matrix.numel for matrix in matrices)
+        sequential, busy, most_gathered = 0, Counter(), []
+        for bucket in buckets:
+            work, gathered = Counter(), Counter()
+            for matrix in bucket:
+                work[owners[matrix]] += matrix.flops
+                gathered[owners[matrix]] += matrix.numel
+            sequential += max(work.values())
+            busy.update(work)
+            most_gathered.append(max(gathered.values()))
+        # Three buckets may be in flight, each with a bound and a largest matrix.
+        in_flight = max(sum(most_gathered[at : at + 3]) for at in range(len(buckets)))
+        self.assertLessEqual(in_flight, 3 * (plan.BUCKET_BYTES // 2 + largest))
+        self.assertLessEqual(sequential, 1.1 * max(busy.values()))
 
     def test_rounds_are_bounded(self):
         """Along a column, each update arrives once, in pieces of rows."""

@@ -60,9 +60,7 @@ class Reader:
         """``tensor`` in the place of parameter ``index``."""
         if index in self.params:
             return replace(self.params[index], tensor=tensor)
-        param = Param(index, tensor)
-        param.expert = self.experts.get(index)
-        return param
+        return Param(index, tensor, expert=self.experts.get(index))
 
     def _begin(self, params: Sequence[Param]) -> None:
         """Forgets the parameters that were read before."""
@@ -279,23 +277,24 @@ def _runs_by_column(dims: range, tensor: DTensor, cutting: Sequence[int]) -> lis
     mesh_sizes = tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
     indices = torch.arange(math.prod(shape), device="cpu").view(shape)
+    cuts: list[tuple[int, Any]] = []
+    for dim in dims:
+        cuts += _order_of_cuts(tensor.placements, mesh_sizes, dim)
     # Coordinates along the mesh dimensions that have cut so far -> the indices there.
     pieces: dict[tuple[int, ...], Tensor] = {(): indices}
-    order: list[int] = []
-    for dim in dims:
-        for mesh_dim, placement in _order_of_cuts(tensor.placements, mesh_sizes, dim):
-            order.append(cutting.index(mesh_dim))
-            finer: dict[tuple[int, ...], Tensor] = {}
-            for coordinates, piece in pieces.items():
-                parts, _ = placement._split_tensor(
-                    piece, mesh_sizes[mesh_dim], with_padding=False, contiguous=False
-                )
-                for coordinate, part in enumerate(parts):
-                    finer[(*coordinates, coordinate)] = part
-            pieces = finer
+    for mesh_dim, placement in cuts:
+        finer: dict[tuple[int, ...], Tensor] = {}
+        for coordinates, piece in pieces.items():
+            parts, _ = placement._split_tensor(
+                piece, mesh_sizes[mesh_dim], with_padding=False, contiguous=False
+            )
+            for coordinate, part in enumerate(parts):
+                finer[(*coordinates, coordinate)] = part
+        pieces = finer
     runs_of: dict[tuple[int, ...], Runs] = {}
     for coordinates, piece in pieces.items():
         runs_of[coordinates] = _runs(piece.flatten())
+    order = [cutting.index(mesh_dim) for mesh_dim, _ in cuts]
     by_column: list[Runs] = []
     for of_column in product(*(range(mesh_sizes[dim]) for dim in cutting)):
         by_column.append(runs_of[tuple(of_column[place] for place in order)])

@@ -1,5 +1,6 @@
 """The configs that factories make: their three functions as users call or wrap them, and what reads their parameters. A
-step does not call the functions, unless the user replaced one of those that move data. The functions are correct and simple, not fast.
+step does not call the functions, unless the user replaced one of those that move data. The functions are correct and
+simple, not fast.
 """
 
 import math

@@ -381,13 +381,14 @@ def inherit_momentum(replaced: Iterable[Replacement], states: States) -> list[st
 
 
 def drop_misshapen_momentum(params: Sequence[Param], states: States) -> list[str]:
-    """Deletes momentum of another shape. Returns the parameters that had it. Only a step may call this: outside of steps, FSDP
-    and memory savers show other shapes for a while.
+    """Deletes momentum of another shape. Returns the parameters that had it. Only for a new engine: between steps, FSDP and
+    memory savers show other shapes for a while.
     """
     restarted: list[str] = []
     for param in params:
-        buffer = states.get(param.tensor, {}).get("momentum_buffer")
+        state = states.get(param.tensor, {})
+        buffer = state.get("momentum_buffer")
         if buffer is not None and buffer.shape != param.tensor.shape:
             restarted.append(param.described)
-            del states[param.tensor]["momentum_buffer"]
+            del state["momentum_buffer"]
     return restarted

@@ -276,6 +276,7 @@ def cut_into_buckets(
         return sum(matrix.flops for matrix in queue)
 
     busiest_first = sorted(queues.values(), key=work_of, reverse=True)
+    busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     wanted = max(fewest, min(MAX_BUCKETS, longest))
     shortest: list[list[Matrix]] = []
@@ -289,7 +290,7 @@ def cut_into_buckets(
         total, buckets = _spread(busiest_first, limits)
         if total < least:
             shortest, least = buckets, total
-        if least <= MAX_STRETCH * work_of(busiest_first[0]):
+        if least <= MAX_STRETCH * busiest:
             break
     # A bucket for each matrix of an owner always fits.
     return shortest or _spread(busiest_first, [largest] * longest)[1]

@@ -93,6 +93,9 @@ class Event(NamedTuple):
     def has(self, number: int) -> bool:
         return bool(self.changed >> number % 8 & 1)
 
+    def misses(self, number: int) -> bool:
+        return bool(self.missing >> number % 8 & 1)
+
 
 class Plan(NamedTuple):
     """A configuration as plain data: what each rank builds, and what then happens. A failing one is printed."""

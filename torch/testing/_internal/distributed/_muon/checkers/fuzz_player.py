@@ -255,9 +255,7 @@ class Player:
                 getattr(self, event.action)(event)
                 if self.twins is not None:
                     numbers = enumerate(self.twins.numbers)
-                    self.twins.step(
-                        [i for i, n in numbers if event.missing >> n % 8 & 1]
-                    )
+                    self.twins.step([i for i, n in numbers if event.misses(n)])
                     problems += self.twins.problems()
             except Exception:
                 problems.append(traceback.format_exc())
