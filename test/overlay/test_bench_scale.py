@@ -77,8 +77,8 @@ def test_passes_by_hand():
     step = step_of(
         Case(Model([(4, 4)] * 2), "fsdp", 2), gpu._replace(intra_latency=0.0)
     )
-    # Momentum, what is orthogonalized, and the update of 16 elements; 8 come from the other rank, and go back.
-    assert step.now == 16 * (12 + 18 + 26) + 8 * (4 + 4)
+    # Momentum, what is orthogonalized, and the update of 16 elements; and 16 of a matrix that it puts together, and back.
+    assert step.now == 16 * (12 + 18 + 26) + 16 * (4 + 4)
 
 
 @pytest.mark.parametrize(

@@ -193,21 +193,21 @@ class Step:
         """
         layouts = [matrix.layout for matrix in bucket.matrices]
         held = sum(layout.numel_of(self.rank) for layout in layouts)
-        others = list(zip(bucket.row, bucket.exchange.send_sizes))
-        own = list(zip(bucket.row, bucket.exchange.receive_sizes))
+        blended = numel_of(bucket.held)
+        others = list(zip(bucket.row, bucket.send_sizes))
+        own = list(zip(bucket.row, bucket.receive_sizes))
         rounds: list[Sizes] = []
         for of_round in bucket.rounds:
-            rounds.append([*of_round.sizes.items()])
+            rounds.append(list(zip(bucket.column, of_round.sizes)))
         if phase is Phase.GATHER:
-            blended = sum(bucket.exchange.send_sizes)
-            blended += numel_of(bucket.kept)
             self.pass_over(12 * held + 18 * blended)
             self.transfer(index, own, others)
             return
         self.now = max(self.now, self.arrives[index])
         if phase is Phase.COMPUTE:
             # To the matrices, and back.
-            self.pass_over(2 * 4 * sum(bucket.exchange.receive_sizes))
+            assembled = sum(matrix.numel for matrix in bucket.owned)
+            self.pass_over(2 * 4 * assembled)
             self.now += self.busiest_seconds(bucket)
             self.transfer(index, others, own)
         if phase is Phase.APPLY:

@@ -74,18 +74,16 @@ def _memory(engine: Any) -> int:
     live = most = 0
     for phase, index in plan.operations:
         bucket = plan.buckets[index]
-        held = sum(bucket.exchange.send_sizes)
+        held = numel_of(bucket.held)
         received = 0
         for of_round in bucket.rounds[:ROUNDS_IN_FLIGHT]:
-            received += numel_of(of_round.incoming)
-        if bucket.rounds:
-            held += numel_of(bucket.kept)
-        packed = held + sum(bucket.exchange.receive_sizes)
+            received += sum(of_round.sizes)
+        packed = held + sum(bucket.receive_sizes)
         # Regions are blended and updated in the dtype of parameters.
         working = 0
         dtype = bucket.matrices[0].param.traits.momentum_dtype
         if dtype != NS_DTYPE:
-            working = min(TOGETHER_BYTES, (held + received) * dtype.itemsize)
+            working = min(TOGETHER_BYTES, max(held, received) * dtype.itemsize)
         if phase is Phase.GATHER:
             live += packed * itemsize
         elif phase is Phase.COMPUTE:

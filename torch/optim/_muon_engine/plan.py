@@ -25,8 +25,6 @@ MAX_STRETCH = 1.1
 # The bytes that a rank receives in one round along a column, unless the rows of a region are longer.
 ROUND_BYTES = 128 * 1024**2
 ROUNDS_IN_FLIGHT = 2
-# With more of them, pieces would be so small that a round takes as long as its messages need to start.
-MOST_SENDERS = 32
 
 
 class Move(NamedTuple):
@@ -40,45 +38,41 @@ def numel_of(moves: Iterable[Move]) -> int:
     return sum(move.region.numel for move in moves)
 
 
-class Exchange(NamedTuple):
-    """The gather of a bucket on one rank: what it sends to the owners in its row, and what it receives as an owner, in the
-    order of its peers. The scatter is the reverse: an update has the place of the momentum that it came from.
-    """
-
-    outgoing: list[Move]
-    incoming: list[Move]
-    send_sizes: list[int]
-    receive_sizes: list[int]
-
-
 class Round(NamedTuple):
     """One exchange along a column: each of its ranks has a piece of its row's updates, and gets those of the others."""
 
     # Where this rank's piece is in the updates that it has.
     start: int
-    # Rank -> the elements of its piece, of those that send one.
-    sizes: dict[int, int]
-    # This rank's piece, and those of other rows, in the order of the column.
-    outgoing: list[Move]
-    incoming: list[Move]
+    # The elements of each rank's piece, and the pieces, in the order of the column.
+    sizes: list[int]
+    moves: list[Move]
 
 
 class Bucket(NamedTuple):
-    """Matrices of one ``grid`` that are processed together, as one rank sees them. ``number`` counts those of the grid."""
+    """Matrices of one ``grid`` that are processed together, as one rank sees them. ``number`` counts those of the grid.
+
+    Gather sends the first ``send_sizes`` of what the rank holds to the row, and receives ``receive_sizes``. The scatter is
+    the reverse: an update has the place of the momentum that it came from.
+    """
 
     grid: Grid
     number: int
     matrices: list[Matrix]
-    # Those that this rank orthogonalizes, and the regions of them that it stores.
+    # Those that this rank orthogonalizes.
     owned: list[Matrix]
-    kept: list[Move]
+    # The regions that this rank stores: of the matrices that its peers in the row own, in their order, and then of its own.
+    held: list[Move]
+    # The regions that its peers store of those that it owns, in their order.
+    incoming: list[Move]
     # The regions that this rank stores of matrices that other rows own.
     elsewhere: list[Move]
-    exchange: Exchange
-    rounds: list[Round]
     # The ranks of the row and of the column, in ascending order.
     row: Ranks
     column: Ranks
+    # The elements that this rank sends to each rank of its row, and receives from it; none to itself.
+    send_sizes: list[int]
+    receive_sizes: list[int]
+    rounds: list[Round]
 
 
 class Phase(Enum):
@@ -99,9 +93,14 @@ def has_forward(grid: Grid) -> bool:
     return len(grid) > 1 and len(grid[0]) > 1
 
 
+def is_alone(grid: Grid) -> bool:
+    """Whether ``grid`` has one rank, which has no transfers to hide."""
+    return len(ranks_of(grid)) == 1
+
+
 def buckets_in_flight(grid: Grid, prefetch_count: int) -> int:
     """How many buckets of ``grid`` have memory at the same time. With rows and columns, updates travel for two turns."""
-    return prefetch_count + 2 + has_forward(grid)
+    return 1 if is_alone(grid) else prefetch_count + 2 + has_forward(grid)
 
 
 class Operation(NamedTuple):
@@ -164,7 +163,8 @@ def order_of_operations(
     buckets: Sequence[tuple[Grid, int]], prefetch_count: int, is_serial: bool = False
 ) -> list[Operation]:
     """The operations of ``buckets``, each a grid and a number, in the order of all ranks. Each grid has ``prefetch_count``
-    gathers in flight while it orthogonalizes. If ``is_serial``, a bucket is finished before the next one begins.
+    gathers in flight while it orthogonalizes. If ``is_serial``, or where one rank is alone, a bucket is finished before the
+    next one begins.
 
     Each operation has a key, and a rank sorts its own. No key depends on what a rank knows of other grids, and all ranks of
     a grid have the same buckets. So the keys are one order of all operations, of which each rank runs a part, and ranks
@@ -174,16 +174,18 @@ def order_of_operations(
     keyed: list[tuple[tuple, Operation]] = []
     for index, (grid, k) in enumerate(buckets):
         place, last = place_in_order(grid), counts[grid] - 1
+        ahead, later = prefetch_count, 1
+        if is_serial or is_alone(grid):
+            ahead = later = 0
 
         def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
             return (1, place, turn, step) if turn <= last else after
 
         gather: tuple = (0, place, k, 0)
-        if k > prefetch_count:
-            gather = (1, place, k - prefetch_count - 1, 3)
+        if k > ahead:
+            gather = (1, place, k - ahead - 1, 3)
         keyed.append((gather, Operation(Phase.GATHER, index)))
         keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
-        later = 0 if is_serial else 1
         turn = k + later
         if has_forward(grid):
             forward = during_compute_or_after(turn, 1, (2, 0, place))
@@ -263,9 +265,6 @@ def cut_into_buckets(
     for matrix in heaviest_first:
         queues.setdefault(owners[matrix], []).append(matrix)
     layout = members[0].layout
-    if len(layout.ranks) == 1:
-        # There are no transfers to hide, and equal shapes form large batches.
-        return [heaviest_first]
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
     largest = max(matrix.numel for matrix in members)
     in_flight = buckets_in_flight(layout.grid, prefetch_count)
@@ -278,7 +277,9 @@ def cut_into_buckets(
     busiest_first = sorted(queues.values(), key=work_of, reverse=True)
     busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
-    wanted = max(fewest, min(MAX_BUCKETS, longest))
+    # Equal shapes form large batches where nothing travels.
+    most = 1 if is_alone(layout.grid) else min(MAX_BUCKETS, longest)
+    wanted = max(fewest, most)
     shortest: list[list[Matrix]] = []
     least = math.inf
     for count in (*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)):
@@ -341,6 +342,8 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
     row = tuple(sorted(grid[replica]))
     column = tuple(sorted(of_replica[shard] for of_replica in grid))
 
+    peers = [peer for peer in row if peer != rank]
+
     def moves(owner: int, holder: int) -> list[Move]:
         """The regions of an owner's matrices that ``holder`` stores."""
         found: list[Move] = []
@@ -349,55 +352,52 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
             found += [Move(matrix, region) for region in regions]
         return found
 
-    def sent_by(holder: int) -> list[list[Move]]:
-        """The regions that ``holder`` sends to each rank of its row; nothing to itself."""
+    def held_by(holder: int) -> list[Move]:
+        """The regions that ``holder`` stores of its row's matrices, its own ones last."""
         of_replica, _ = layout.places[holder]
-        peers = sorted(grid[of_replica])
-        return [moves(peer, holder) if peer != holder else [] for peer in peers]
+        own_last = sorted(grid[of_replica], key=lambda owner: (owner == holder, owner))
+        return [move for owner in own_last for move in moves(owner, holder)]
 
-    sent = sent_by(rank)
-    received = [moves(rank, peer) if peer != rank else [] for peer in row]
-    exchange = Exchange(
-        [*chain(*sent)],
-        [*chain(*received)],
-        [numel_of(of_peer) for of_peer in sent],
-        [numel_of(of_peer) for of_peer in received],
-    )
-    updates: dict[int, list[Move]] = {}
-    for peer in column if len(column) > 1 else ():
-        # After the scatter, a rank has the updates of the others' matrices, and then those of its own.
-        held = [*chain(*sent_by(peer)), *moves(peer, peer)]
-        if held:
-            updates[peer] = held
-    rounds = _rounds(updates, rank)
-    own, kept = owned_by.get(rank, []), moves(rank, rank)
+    sent = {peer: moves(peer, rank) for peer in peers}
+    received = {peer: moves(rank, peer) for peer in peers}
     elsewhere: list[Move] = []
     for owner in owned_by.keys() - {*row}:
         elsewhere += moves(owner, rank)
+    rounds: list[Round] = []
+    if len(column) > 1:
+        rounds = _rounds([held_by(peer) for peer in column], column.index(rank))
     return Bucket(
-        grid, number, members, own, kept, elsewhere, exchange, rounds, row, column
+        grid,
+        number,
+        members,
+        owned_by.get(rank, []),
+        held_by(rank),
+        [*chain(*received.values())],
+        elsewhere,
+        row,
+        column,
+        [numel_of(sent.get(peer, ())) for peer in row],
+        [numel_of(received.get(peer, ())) for peer in row],
+        rounds,
     )
 
 
-def _rounds(updates: Mapping[int, Sequence[Move]], rank: int) -> list[Round]:
-    """The rounds of ``rank`` along a column, in which these ranks have ``updates``."""
+def _rounds(updates: Sequence[Sequence[Move]], place: int) -> list[Round]:
+    """The rounds along a column whose ranks have ``updates`` after the scatter, as the rank at ``place`` in it sees them."""
+    senders = sum(map(bool, updates))
+    share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // max(1, senders))
+    pieces_of = [_pieces(moves, share) for moves in updates]
     rounds: list[Round] = []
-    for first in range(0, len(updates), MOST_SENDERS):
-        senders = [*updates][first : first + MOST_SENDERS]
-        share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // len(senders))
-        pieces_of = {peer: _pieces(updates[peer], share) for peer in senders}
-        start = 0
-        for number in range(max(map(len, pieces_of.values()))):
-            sizes: dict[int, int] = {}
-            outgoing: list[Move] = []
-            incoming: list[Move] = []
-            for peer, pieces in pieces_of.items():
-                if number < len(pieces):
-                    sizes[peer] = numel_of(pieces[number])
-                    moves = outgoing if peer == rank else incoming
-                    moves += pieces[number]
-            rounds.append(Round(start, sizes, outgoing, incoming))
-            start += sizes.get(rank, 0)
+    start = 0
+    for number in range(max(map(len, pieces_of))):
+        moves: list[Move] = []
+        sizes: list[int] = []
+        for pieces in pieces_of:
+            piece = pieces[number] if number < len(pieces) else []
+            moves += piece
+            sizes.append(numel_of(piece))
+        rounds.append(Round(start, sizes, moves))
+        start += sizes[place]
     return rounds
 
 

@@ -6,7 +6,7 @@ The memory of a bucket belongs to the step: its gather takes it, and it is free 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,30 +68,30 @@ class BucketFlight(InFlight):
         self.rounds: list[RoundFlight] = []
         for of_round in bucket.rounds:
             self.rounds.append(RoundFlight(self, of_round, groups.column, rank))
-        kept = numel_of(bucket.kept) if self.rounds else 0
-        self._numels = sum(bucket.exchange.send_sizes), kept
         self.free_memory()
 
     def take_memory(self) -> None:
-        numel = sum(self.bucket.exchange.receive_sizes)
-        # The others' shards of this rank's matrices, and later their updates.
-        self.owned = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
-        # This rank's shards, and later their updates: first those of the row's other owners, then of its own matrices.
-        self.held = torch.empty(sum(self._numels), dtype=NS_DTYPE, device=self._device)
-        self.sent, self.kept = self.held.split(self._numels)
+        bucket = self.bucket
+        # This rank's shards, and later their updates. Only those of its peers' matrices travel in the row.
+        numel = numel_of(bucket.held)
+        self.held = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
+        self._sent = self.held[: sum(bucket.send_sizes)]
+        # The peers' shards of this rank's matrices, and later their updates.
+        numel = sum(bucket.receive_sizes)
+        self.received = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
 
     def free_memory(self) -> None:
-        self.held = self.sent = self.kept = self.owned = torch.empty(0)
+        self.held = self._sent = self.received = torch.empty(0)
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
-        _, _, send_sizes, receive_sizes = self.bucket.exchange
-        self._start("gather", self.owned, self.sent, receive_sizes, send_sizes)
+        send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
+        self._start("gather", self.received, self._sent, receive_sizes, send_sizes)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the row, and to receive those of this rank's shards."""
-        _, _, send_sizes, receive_sizes = self.bucket.exchange
-        self._start("scatter", self.sent, self.owned, send_sizes, receive_sizes)
+        send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
+        self._start("scatter", self._sent, self.received, send_sizes, receive_sizes)
 
     def start_rounds(self, first: int, count: int) -> None:
         """Starts to exchange updates along the column, of which this rank has its row's."""
@@ -135,48 +135,35 @@ class RoundFlight(InFlight):
         super().__init__(bucket.matrices)
         self.planned = planned
         self._name, self._column = f"forwarding of {bucket.name}", bucket.bucket.column
-        self._group, self._rank = group, rank
+        self._group, self._place = group, bucket.bucket.column.index(rank)
         self.free_memory()
 
     def start(self, held: Tensor) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
-        sizes = dict(self.planned.sizes)
-        self.sent = held.narrow(0, self.planned.start, sizes.pop(self._rank, 0))
-        numels = [*sizes.values()]
-        self.received = held.new_empty(sum(numels))
-        piece_of = dict(zip(sizes, self.received.split(numels)))
-        piece_of[self._rank] = self.sent
-        nothing = self.sent[:0]
-        pieces = [piece_of.get(peer, nothing) for peer in self._column]
+        start, sizes, _ = self.planned
+        own = held.narrow(0, start, sizes[self._place])
+        self.received = held.new_empty(sum(sizes))
+        pieces = self.received.split(sizes)
         group: Any = self._group
         if not held.is_cpu and group._get_backend(held.device).name() != "gloo":
             # One call, which NCCL makes as a group of broadcasts.
-            def start(own: Tensor, *pieces: Tensor) -> Any:
+            def gather(own: Tensor, *pieces: Tensor) -> Any:
                 return dist.all_gather([*pieces], own, group=group, async_op=True)
 
-            self.launch(self._name, self._column, start, self.sent, *pieces)
+            self.launch(self._name, self._column, gather, own, *pieces)
             return
         # Gloo has no all-gather of different sizes.
+        pieces[self._place].copy_(own)
         for peer, piece in zip(self._column, pieces):
             if piece.numel():
-                start_one = partial(
+                broadcast = partial(
                     dist.broadcast, src=peer, group=group, async_op=True
                 )
-                self.launch(self._name, self._column, start_one, piece)
+                self.launch(self._name, self._column, broadcast, piece)
 
     def free_memory(self) -> None:
-        # A piece of the updates that this rank has, and the updates of other rows.
-        self.sent = self.received = torch.empty(0)
-
-
-class Part(NamedTuple):
-    """A region of a matrix on its owner, and its place in packed memory; None if it does not travel. ``is_own``: the owner
-    stores it.
-    """
-
-    region: Region
-    packed: Tensor | None
-    is_own: bool
+        # A piece of the updates of each row.
+        self.received = torch.empty(0)
 
 
 class PackedStep:
@@ -265,36 +252,40 @@ class PackedStep:
         self.progress.now = "", ()
 
     def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
-        """Packs this rank's shards for their owners. The shards of matrices that it owns do not travel."""
+        """Packs this rank's shards, and starts to send them to their owners."""
         flight.take_memory()
-        outgoing = flight.bucket.exchange.outgoing
-        self._blend(outgoing, _views(flight.sent, outgoing), inputs)
+        bucket = flight.bucket
+        self._blend(bucket.held, _views(flight.held, bucket.held), inputs)
         flight.start_gather()
-        self._blend(flight.bucket.elsewhere, (), inputs)
+        self._blend(bucket.elsewhere, (), inputs)
         self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
-        """Orthogonalizes this rank's matrices, applies its part of the updates, and starts to send the other parts."""
+        """Orthogonalizes this rank's matrices, and starts to send the updates."""
         flight.wait()
-        if not inputs.is_complete:
-            # The updates of a matrix without a gradient travel, too.
-            flight.kept.zero_()
         bucket = flight.bucket
-        incoming = bucket.exchange.incoming
-        # With rounds, the updates of this rank's own regions travel, too.
-        kept: list[Any] = [None] * len(bucket.kept)
-        if flight.rounds:
-            kept = _views(flight.kept, bucket.kept)
-        parts: dict[Matrix, list[Part]] = {}
-        for (matrix, region), view in zip(incoming, _views(flight.owned, incoming)):
-            parts.setdefault(matrix, []).append(Part(region, view, False))
-        for (matrix, region), view in zip(bucket.kept, kept):
-            parts.setdefault(matrix, []).append(Part(region, view, True))
+        moves = bucket.held + bucket.incoming
+        views = _views(flight.held, bucket.held)
+        views += _views(flight.received, bucket.incoming)
+        # Each matrix's regions and where they are packed.
+        parts: dict[Matrix, list[tuple[Region, Tensor]]] = {}
+        for (matrix, region), view in zip(moves, views):
+            parts.setdefault(matrix, []).append((region, view))
+        # Without a gradient, momentum travels as an update that nobody applies.
         present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
         for batch in self._batches(present, inputs):
             self.progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
-            self._orthogonalize(flight, batch, parts, inputs)
+            wholes = flight.held.new_empty(len(batch), *batch[0].shape)
+            packed: list[Tensor] = []
+            regions: list[Tensor] = []
+            for matrix, whole in zip(batch, wholes.unbind()):
+                for region, view in parts.get(matrix, ()):
+                    packed.append(view)
+                    regions.append(region.of_matrix(whole))
+            _copy(regions, packed)
+            inputs.formulas_of(batch[0]).orthogonalize_all(wholes)
+            _copy(packed, regions)
         flight.start_scatter()
         if len(bucket.row) == 1:
             flight.start_rounds(0, ROUNDS_IN_FLIGHT)
@@ -313,52 +304,18 @@ class PackedStep:
             for start in range(0, len(members), size):
                 yield members[start : start + size]
 
-    def _orthogonalize(
-        self,
-        flight: BucketFlight,
-        batch: Sequence[Matrix],
-        parts: Mapping[Matrix, Sequence[Part]],
-        inputs: StepInputs,
-    ) -> None:
-        """Puts matrices together out of their ``parts``, orthogonalizes them, and cuts the updates into parts: those that travel
-        go to packed memory, and the others are applied.
-        """
-        wholes = flight.owned.new_empty(len(batch), *batch[0].shape)
-        moves: list[Move] = []
-        own: list[Tensor] = []
-        packed: list[Tensor] = []
-        regions: list[Tensor] = []
-        for matrix, whole in zip(batch, wholes.unbind()):
-            for region, view, is_own in parts.get(matrix, ()):
-                part = region.of_matrix(whole)
-                if is_own:
-                    moves.append(Move(matrix, region))
-                    own.append(part)
-                if view is not None:
-                    packed.append(view)
-                    regions.append(part)
-        _copy(regions, packed)
-        self._blend(moves, own, inputs)
-        inputs.formulas_of(batch[0]).orthogonalize_all(wholes)
-        _copy(packed, regions)
-        if not flight.rounds:
-            # Here and not with the updates that arrive, because the next batch needs the memory.
-            self._apply(moves, own, inputs)
-
     def _apply_updates(self, flight: BucketFlight, inputs: StepInputs) -> None:
-        """Applies the updates that this rank receives: those of the other rows, and those of its own."""
+        """Applies the updates of this rank's shards."""
         flight.wait()
-        outgoing = flight.bucket.exchange.outgoing
+        held = flight.bucket.held
         if not flight.rounds:
-            self._apply(outgoing, _views(flight.sent, outgoing), inputs)
+            self._apply(held, _views(flight.held, held), inputs)
         # Ranks with the same shard apply its updates in the same pieces, because a CPU may round the last elements of a
         # bfloat16 tensor otherwise.
         for number, of_round in enumerate(flight.rounds):
             of_round.wait()
-            planned = of_round.planned
-            updates = _views(of_round.sent, planned.outgoing)
-            updates += _views(of_round.received, planned.incoming)
-            self._apply(planned.outgoing + planned.incoming, updates, inputs)
+            moves = of_round.planned.moves
+            self._apply(moves, _views(of_round.received, moves), inputs)
             of_round.free_memory()
             flight.start_rounds(number + ROUNDS_IN_FLIGHT, 1)
         flight.free_memory()
@@ -372,7 +329,7 @@ class PackedStep:
         kinds: list[tuple] = []
         momenta: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        for place, (matrix, region) in enumerate(moves):
+        for matrix, region in moves:
             of_param = inputs.params[matrix.index]
             momentum, gradient = region.of_local(of_param.momentum), of_param.gradient
             if gradient is not None:
@@ -380,8 +337,7 @@ class PackedStep:
             momenta.append(momentum)
             gradients.append(gradient)
             # The kernels take contiguous tensors only.
-            of_target = targets[place] if targets else momentum
-            is_contiguous = momentum.is_contiguous() and of_target.is_contiguous()
+            is_contiguous = momentum.is_contiguous()
             kinds.append((matrix.param.param_group, momentum.dtype, is_contiguous))
         for places in self._together(kinds, momenta, inputs):
             param_group, *_ = kinds[places[0]]
@@ -475,7 +431,7 @@ class PackedStep:
             for flight in self.buckets:
                 flight.take_memory()
                 # A debugging backend looks for NaN in what is sent.
-                for memory in flight.held, flight.owned:
+                for memory in flight.held, flight.received:
                     memory.zero_()
                 flight.start_gather()
                 self._finish(flight)
