@@ -196,7 +196,7 @@ class MuonFormulas(NamedTuple):
         self,
         bufs: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        targets: Sequence[Tensor],
+        targets: Sequence[Tensor] = (),
     ) -> None:
         """Both :meth:`accumulate` and :meth:`blend`, with what is to be orthogonalized in ``targets``, if there are any. A matrix
         without a gradient keeps its momentum, which goes there. In one pass if ``fused``.

@@ -182,19 +182,15 @@ class FunctionStep:
         self.progress.now = "accumulate", [param]
         of_param = inputs.params[param.index]
         momentum, gradient = of_param.momentum, of_param.gradient
-        if param.is_sum and of_param.user_gradient is not None:
-            # The sum was made already. One contribution has it.
-            piece = (
-                momentum if takes_update(param.tensor) else torch.zeros_like(momentum)
-            )
-        elif gradient is None:
-            piece = torch.zeros_like(momentum)
-        else:
+        # A function may write to its piece, which must not change the momentum.
+        piece = torch.zeros_like(momentum)
+        # One contribution has the sum that was made already.
+        has_sum = param.is_sum and of_param.user_gradient is not None
+        if gradient is not None:
             formulas = inputs.formulas[param.param_group]
-            formulas.accumulate([momentum], [gradient])
-            (piece,) = formulas.blend([momentum], [gradient])
-            # A function that writes to its piece must not change the momentum.
-            piece = piece.clone() if piece is momentum else piece
+            formulas.accumulate_and_blend([momentum], [gradient], [piece])
+        elif has_sum and takes_update(param.tensor):
+            piece.copy_(momentum)
         whole = self._call("gather_fn", param, like_param(param.tensor, piece))
         is_missing = whole is None and self._owner_of(param) == self.rank
         if is_missing or not isinstance(whole, Tensor | None):

@@ -58,16 +58,18 @@ def spanning_group(
     ranks: Ranks, candidates: Iterable[ProcessGroup], shared: str = "shards"
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's if it has one, else one that its members make. All
-    members must call this for their groups in the same order. A new group takes its timeout from
+    members must call this for their groups in the same order. A new group takes backend and timeout from
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
     candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
-    backend = dist.get_backend_config(candidates[0] if candidates else None)
+    world = distributed_c10d._get_default_group()
+    example = candidates[0] if candidates else world
+    backend = dist.get_backend_config(example)
     existing = list(candidates)
     # The default group may have another backend, for other devices.
-    if dist.get_backend_config() == backend:
-        existing.append(distributed_c10d._get_default_group())
+    if dist.get_backend_config(world) == backend:
+        existing.append(world)
     for group in existing:
         if group_ranks(group) == ranks:
             return group
@@ -79,7 +81,7 @@ def spanning_group(
         with _by_members_alone(ranks):
             made[key] = dist.new_group(
                 list(ranks),
-                timeout=group_timeout(candidates),
+                timeout=_timeout_of(example),
                 backend=backend,
                 use_local_synchronization=True,
                 group_desc=f"muon {shared}",
@@ -122,15 +124,10 @@ def counters_of(grid: tuple[Ranks, ...]) -> Counters:
     return of_world("counters").setdefault(grid, Counters())
 
 
-def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
-    """The longest timeout among ``groups``; None, the default, if they have none."""
-    timeouts: list[timedelta] = []
-    for group in groups:
-        for device in group._device_types:
-            options = getattr(group._get_backend(device), "options", None)
-            timeout = getattr(options, "_timeout", None)
-            if timeout is not None:
-                timeouts.append(timeout)
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The timeout of ``group``; None, the default, if its backends have none."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    timeouts = [b.options._timeout for b in backends if hasattr(b, "options")]
     return max(timeouts, default=None)
 
 

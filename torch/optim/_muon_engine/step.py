@@ -166,6 +166,10 @@ class RoundFlight(InFlight):
         self.received = torch.empty(0)
 
 
+# The parameter group of some tensors, and the other properties that tensors of one call share.
+Kind = tuple[int, tuple]
+
+
 class PackedStep:
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid."""
 
@@ -326,34 +330,27 @@ class PackedStep:
         """Takes gradients into momentum, and writes regions of the tensors to orthogonalize to ``targets``, if there are any:
         momentum, blended with the gradient if nesterov; without a gradient momentum, so that the owner receives defined values.
         """
-        kinds: list[tuple] = []
-        momenta: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        for matrix, region in moves:
+        entries: list[tuple[Kind, Sequence[Any]]] = []
+        for place, (matrix, region) in enumerate(moves):
             of_param = inputs.params[matrix.index]
             momentum, gradient = region.of_local(of_param.momentum), of_param.gradient
             if gradient is not None:
                 gradient = region.of_local(gradient)
-            momenta.append(momentum)
-            gradients.append(gradient)
             # The kernels take contiguous tensors only.
-            is_contiguous = momentum.is_contiguous()
-            kinds.append((matrix.param.param_group, momentum.dtype, is_contiguous))
-        for places in self._together(kinds, momenta, inputs):
-            param_group, *_ = kinds[places[0]]
+            properties = momentum.dtype, momentum.is_contiguous()
+            kind = matrix.param.param_group, properties
+            entries.append((kind, (momentum, gradient, *targets[place : place + 1])))
+        for (param_group, _), together in self._together(entries, inputs):
+            momenta, gradients, *of_targets = map(list, zip(*together))
             inputs.formulas[param_group].accumulate_and_blend(
-                [momenta[place] for place in places],
-                [gradients[place] for place in places],
-                [targets[place] for place in places] if targets else [],
+                momenta, gradients, *of_targets
             )
 
     def _apply(
         self, moves: Sequence[Move], updates: Sequence[Tensor], inputs: StepInputs
     ) -> None:
         """Decays and updates regions of parameters."""
-        kinds: list[tuple] = []
-        params: list[Tensor] = []
-        given: list[Tensor] = []
+        entries: list[tuple[Kind, Sequence[Any]]] = []
         for (matrix, region), update in zip(moves, updates):
             if not inputs.applies(matrix):
                 continue
@@ -364,46 +361,40 @@ class PackedStep:
             pieces = [(matrix.shape, param, update)]
             if matrix.split.sizes:
                 pieces = inputs.pieces(matrix, region[:2], param, update)
-            for shape, of_param, of_update in pieces:
+            for shape, *tensors in pieces:
                 # One launch rounds to one dtype.
-                kind = matrix.param.param_group, shape, of_param.device, of_param.dtype
-                kinds.append(kind)
-                params.append(of_param)
-                given.append(of_update)
-        for places in self._together(kinds, params, inputs):
-            param_group, shape, device, _ = kinds[places[0]]
+                properties = shape, param.device, param.dtype
+                entries.append(((matrix.param.param_group, properties), tensors))
+        for (param_group, properties), together in self._together(entries, inputs):
+            shape, device, _ = properties
             formulas = inputs.formulas[param_group]
-            formulas.apply(
-                [params[place] for place in places],
-                [given[place] for place in places],
-                formulas.step_size(shape, device),
-            )
+            params, of_params = map(list, zip(*together))
+            formulas.apply(params, of_params, formulas.step_size(shape, device))
         applied = (matrix for matrix, _ in moves if inputs.applies(matrix))
         self._log("apply", applied, inputs)
 
     def _together(
-        self, kinds: Sequence[tuple], tensors: Sequence[Tensor], inputs: StepInputs
-    ) -> Iterator[list[int]]:
-        """The places of the ``tensors`` that one foreach call takes: those of one kind, and few enough bytes. A kind begins with
-        the parameter group.
-        """
-        alike: dict[tuple, list[int]] = {}
-        for place, kind in enumerate(kinds):
-            alike.setdefault(kind, []).append(place)
+        self, entries: Iterable[tuple[Kind, Sequence[Any]]], inputs: StepInputs
+    ) -> Iterator[tuple[Kind, list[Sequence[Any]]]]:
+        """The tensors that one foreach call takes: those of one kind, and few enough bytes. The first tensors count."""
+        alike: dict[Kind, list[Sequence[Any]]] = {}
+        for kind, tensors in entries:
+            alike.setdefault(kind, []).append(tensors)
         most = CACHE_BYTES if self._is_cpu else TOGETHER_BYTES
-        for (param_group, *_), places in alike.items():
-            if inputs.formulas[param_group].has_kernels(self.device):
+        for kind, of_kind in alike.items():
+            if inputs.formulas[kind[0]].has_kernels(self.device):
                 # All of them in one launch, which needs no memory of its own.
-                yield places
+                yield kind, of_kind
                 continue
             room, chunk = most, []
-            for place in places:
-                if chunk and tensors[place].nbytes > room:
-                    yield chunk
+            for tensors in of_kind:
+                nbytes = tensors[0].nbytes
+                if chunk and nbytes > room:
+                    yield kind, chunk
                     room, chunk = most, []
-                chunk.append(place)
-                room -= tensors[place].nbytes
-            yield chunk
+                chunk.append(tensors)
+                room -= nbytes
+            yield kind, chunk
 
     def _log(self, phase: str, matrices: Iterable[Matrix], inputs: StepInputs) -> None:
         if log.isEnabledFor(logging.DEBUG):
