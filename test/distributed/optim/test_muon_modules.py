@@ -184,7 +184,7 @@ class TestMuonFSDP1(RefusalsTestCase):
         model = wrap(layers, True, units=None)
         group = grid_of(2, 2).get_group("a")
         config = create_auto_config(module=model, fsdp_process_group=group)
-        pattern = r"fsdp_process_group has ranks \[., .\], but FSDP1 has \[0, 1, 2, 3\], which count"
+        pattern = r"fsdp_process_group .* \[., .\] cut it, but FSDP1 has .* ranks 0, 1, 2, 3, which counts"
         with self.assertWarnsOnce(pattern):
             Muon(partition_parameters(model)[0], distributed_config=config)
 
@@ -255,12 +255,10 @@ class TestMuonUnsharded(OnCPU):
         with torch.no_grad():
             model(torch.ones(2, 8))
         build = partial(partition_parameters, model)
-        pattern = (
-            r"FSDP2 has unsharded 1.weight, as .*: .*call model\.reshard\(\) first"
-        )
+        pattern = r"FSDP2 has unsharded \[''\] .*call reshard\(\)"
         self.assertRaisesEverywhere(build, pattern=pattern)
         model[0].unshard()
-        pattern = r"unsharded 0\.0\.weight, .*each name in \['', '0'\]"
+        pattern = r"FSDP2 has unsharded \['', '0'\]"
         self.assertRaisesEverywhere(build, pattern=pattern)
         model[0].reshard()
         model.reshard()

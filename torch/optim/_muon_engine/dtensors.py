@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any, cast, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -48,9 +48,9 @@ class Reader:
         # Of the parameters that were read last: the facts that ranks compare, and the groups of several ranks in which they
         # meet, one after another. After an error, only some parameters have facts.
         self.facts: list[Fact] = []
-        self.groups_of: dict[Ranks, Sequence[ProcessGroup]] = {}
+        self.groups_of: dict[Ranks, Sequence[dist.ProcessGroup]] = {}
         # The groups that may be those of a grid's ranks, from the parameters that were read last.
-        self.candidates: list[ProcessGroup] = []
+        self.candidates: list[dist.ProcessGroup] = []
         self.layouts: Layouts = {}
         # Index -> the parameter that was read last, and its matrices on this rank.
         self.params: dict[int, Param] = {}
@@ -91,7 +91,7 @@ class Reader:
             groups = mesh.get_all_groups()
             several = [group for group in groups if group.size() > 1]
             self.groups_of.setdefault(ranks_of[mesh], several)
-            self.candidates += [*groups, *_flattened_groups(mesh)]
+            self.candidates += groups
         self.facts = []
         for param, mesh in sorted(placed, key=lambda of: of[0].place_of_expert):
             fields = {
@@ -154,18 +154,6 @@ def mesh_ranks(mesh: DeviceMesh) -> Ranks:
     """The ranks of ``mesh`` in ascending order; in a dry run with fake tensors, too."""
     with unset_fake_temporarily():
         return tuple(sorted(mesh.mesh.flatten().tolist()))
-
-
-def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
-    """The groups of meshes that were flattened out of the same root as ``mesh``."""
-    root = mesh
-    if hasattr(mesh, "_get_root_mesh"):
-        root = mesh._get_root_mesh()
-    groups: list[ProcessGroup] = []
-    for flattened in getattr(root, "_flatten_mapping", {}).values():
-        if flattened.get_coordinate() is not None:
-            groups.append(flattened.get_group())
-    return groups
 
 
 # Matrix in a tensor -> its layout, by everything that they depend on.
