@@ -26,11 +26,6 @@ from .process_groups import device_of_group, naming, Ranks
 BYTES = 2048
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
-_SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
-_ONE_GRID = (
-    "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of "
-    "them"
-)
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 
@@ -137,30 +132,33 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
         if reported is not None:
             return reported
     everyone = {rank: signatures for rank, (_, signatures) in answers.items()}
-    text, advice = first_difference(everyone), _SAME_PARAMETERS
-    if not text:
-        text, advice = first_difference(everyone, derived=True), _ONE_GRID
+    text = first_difference(everyone)
     text = text or "ranks disagree about the parameters that they share"
-    return Problem(ValueError, f"{text}. {advice}")
+    return Problem(
+        ValueError,
+        f"{text}. Build Muon from the same parameters on all of them, in one order, with the same options, process groups of one "
+        "grid, as those of a DeviceMesh, and an assign_fn that returns the same",
+    )
 
 
-def first_difference(
-    everyone: Mapping[int, Sequence[Signature]], derived: bool = False
-) -> str:
-    """The first difference between what ranks have told, in words; "" without any. Only ``derived`` fields count, or only
-    the primary ones (name, shape, placement).
-    """
+def first_difference(everyone: Mapping[int, Sequence[Signature]]) -> str:
+    """The first difference between what ranks have told, in words; "" without any. One that follows from others comes last."""
     (first_rank, first), *others = everyone.items()
+    derived = ""
     for rank, theirs in others:
         for (described, fields), (_, its_fields) in zip(first, theirs):
             for name, value in fields.items():
                 other = its_fields.get(name)
-                if (name in DERIVED) == derived and other != value:
-                    return f"ranks disagree about {described}: {name} is {value} on rank {first_rank} and {other} on rank {rank}"
+                if other == value:
+                    continue
+                text = f"ranks disagree about {described}: {name} is {value} on rank {first_rank} and {other} on rank {rank}"
+                if name not in DERIVED:
+                    return text
+                derived = derived or text
         if len(theirs) != len(first):
             extra, _ = max(first, theirs, key=len)[min(len(first), len(theirs))]
             return (
                 f"ranks disagree about the number of matrices that they share: {len(first)} on rank {first_rank} and "
                 f"{len(theirs)} on rank {rank}; only one of them has {extra}"
             )
-    return ""
+    return derived
