@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import (
+    agree,
     BYTES,
     differences,
-    first_difference,
-    gathered_along,
+    Meeting,
     Signature,
     with_complements,
 )
@@ -187,36 +187,40 @@ class Statuses(InFlight):
         own: list[Signature] = []
         for matrix in self.matrices:
             own.append((matrix.described, inputs.formulas_of(matrix).option_texts()))
-        # Objects travel on the current device, which DDP does not ask its users to set.
-        with torch.accelerator.device_index(self.device.index):
-            everyone = gathered_along(self._groups.several, own)
-        return f": {first_difference(everyone)}"
+        meeting = Meeting(self.matrices[0].layout.ranks, self._groups.several, own)
+        return f": {self._compared([meeting])}"
 
     def _other_values(self, inputs: StepInputs) -> str:
-        """The matrices whose replicas have different values, in words. All ranks of the grid make this call. The values are
-        compared in the first step that moves any: a checkpoint makes one that does not before it loads them.
+        """The first matrix whose replicas have different values, in words. All ranks of the grid make this call. The values
+        are compared in the first step that moves any: a checkpoint makes one that does not before it loads them.
         """
         options = map(inputs.formulas_of, self._replicated)
         if not any(formulas.moves_parameters for formulas in options):
             return ""
-        # Eight bytes for this rank's shard of each matrix. They are zeros without elements.
-        device = self._table.device
-        values = [_digest_of(matrix, inputs).to(device) for matrix in self._replicated]
-        of_bytes = torch.stack(values).view(torch.uint8)
-        table = torch.stack([of_bytes, 255 - of_bytes])[None]
-        self._reduce(table, self._groups.column)
-        self.wait()
-        differs = differences(table).view(-1, 8).any(dim=1).byte()
-        if self._groups.row is not None:
-            # The other columns must hear of it.
-            self._reduce(differs, self._groups.row)
-            self.wait()
-        if torch.equal(differs, torch.zeros_like(differs)):
-            self._replicated = []
-            return ""
-        pairs = zip(self._replicated, differs.tolist())
-        others = [matrix.described for matrix, other in pairs if other]
-        return f"{_OTHER_VALUES}: {listed(others, 4)}"
+        own: list[Signature] = []
+        for matrix in self._replicated:
+            digest = int(_digest_of(matrix, inputs))
+            own.append((matrix.described, {"the digest of its values": f"{digest:x}"}))
+        meetings: list[Meeting] = []
+        # The column first: the other columns must hear of a difference.
+        for group in reversed(self._groups.several):
+            compared = own if group is self._groups.column else ()
+            meetings.append(Meeting(group_ranks(group), [group], compared))
+        text = self._compared(meetings)
+        if text:
+            return f"{_OTHER_VALUES}: {text}"
+        self._replicated = []
+        return ""
+
+    def _compared(self, meetings: Sequence[Meeting]) -> str:
+        """How the ranks differ in what they tell in the ``meetings``, in words; "" if they do not."""
+        try:
+            # Objects travel on the current device, which DDP does not ask its users to set.
+            with torch.accelerator.device_index(self.device.index):
+                agree(meetings, None)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def finish(self) -> None:
         """Ends a step that has moved its matrices. On accelerators, the result goes to the host meanwhile."""
