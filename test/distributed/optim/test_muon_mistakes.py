@@ -502,12 +502,12 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
 
 
 ROWS, COLUMNS = r"(S\(0\)|Shard\(dim=0\))", r"(S\(1\)|Shard\(dim=1\))"
-WHOLE = r"(R|Replicate\(\))"
+WHOLE = r"(R|Replicate\(\))\."
 # (placement, kind of the group, which group, dimension of TP, pattern): the placement of a DTensor counts.
 CONTRADICTIONS = [
     (S1, "tp", "all", 0, f"dimension 0.*{COLUMNS}"),
     (S0, "fsdp", "a", {}, rf"fsdp.*\[\d, \d\].*{ROWS}"),
-    (R, "fsdp", "all", {}, f"fsdp.*{WHOLE}"),
+    (R, "fsdp", "all", {}, f"fsdp.* {WHOLE}"),
 ]
 
 

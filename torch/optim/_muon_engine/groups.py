@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import fsdp
 from .agreement import agree, gathered_along, Meeting
@@ -233,7 +234,8 @@ def hints(rank: int, name: Name, told: Mapping[int, Told]) -> list[str]:
     found: list[str] = []
     for cut in told[rank].parts[name].cuts:
         sums = [told[r].sums[name] for r in cut.ranks if name in told[r].parts]
-        if cut.is_sharded and len(sums) > 1 and len({*sums}) == 1 and any(sums):
+        # FSDP1 knows itself which ranks hold replicas.
+        if cut.dim is not None and len({*sums}) == 1 < len(sums) and any(sums):
             found.append(_EQUAL_SHARDS[cut.kind])
     return found
 
@@ -415,42 +417,42 @@ class OwnParts:
         cuts = self._cuts_of(groups, {})
         matrices = matrices_of_dtensor(param, self._reader.layouts)
         self._found += [(matrix, cuts, 0.0) for matrix in matrices]
-        mesh, placements = tensor.device_mesh, tensor.placements
-        placed = dict(zip(map(group_ranks, mesh.get_all_groups()), placements))
-        actual = f"the DTensor has placements {placements} on {mesh}"
-        for matrix in matrices[:1]:
-            self._compare_with_groups(matrix, placed, actual)
+        if matrices:
+            self._compare_with_groups(matrices[0], tensor)
 
-    def _compare_with_groups(
-        self, matrix: Matrix, placed: Mapping[Ranks, Any], actual: str
-    ) -> None:
-        """Warns if a group or dimension of the config contradicts the placement of a matrix over some ranks. ``actual`` has
-        the placements in words.
-        """
-        param = matrix.param
-        for kind, group in self._shared.items():
-            if kind == "cp":
-                continue  # FSDP may shard over the ranks that share a context.
-            ranks = group_ranks(group)
+    def _compare_with_groups(self, matrix: Matrix, tensor: DTensor) -> None:
+        """Warns if a group or dimension contradicts the placements."""
+        mesh, layout = tensor.device_mesh, matrix.layout
+        verdict = f"The DTensor's placements count: {matrix.placement}"
+        problems: list[str] = []
+        placed = dict(zip(map(group_ranks, mesh.get_all_groups()), tensor.placements))
+        for kind in self._shared.keys() & {"fsdp", "tp"}:
+            ranks = group_ranks(self._shared[kind])
             placement = placed.get(ranks)
             dim = getattr(placement, "dim", None)
-            claim, agrees = "cut it", dim is not None
-            if kind == "ddp":
-                cutting = [r for r, other in placed.items() if hasattr(other, "dim")]
-                claim = "hold replicas"
-                agrees = all(_has_no_other_of(group, ranks) for ranks in cutting)
+            along, agrees = "", dim is not None
             if kind == "tp":
-                config_dim = self._tp_dims.of(param)
+                config_dim = self._tp_dims.of(matrix.param)
                 if placement is None:
-                    config_dim = self._tp_dims.of_plain(param)
+                    config_dim = self._tp_dims.of_plain(matrix.param)
                 if config_dim is None:
                     continue  # The user says nothing about it.
-                claim = f"cut it along dimension {config_dim}"
-                # The matrices in a flat parameter have two dimensions.
-                agrees = dim == config_dim % max(2, param.tensor.ndim)
+                along = f" along dimension {config_dim}"
+                agrees = dim == config_dim % tensor.ndim
             if not agrees:
-                text = f"{kind}_process_group says that ranks {list(ranks)} {claim}, but {actual}, which counts"
-                self._warnings[text].append(matrix.described)
+                actual = placement or f"on {mesh}"
+                problems.append(
+                    f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
+                )
+        if "ddp" in self._shared:
+            replicas = group_ranks(self._shared["ddp"])
+            inside = sorted({*replicas} & {*layout.ranks})
+            if len({layout.regions_of(rank) for rank in inside}) > 1:
+                problems.append(
+                    f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
+                )
+        for problem in problems:
+            self._warnings[f"{problem}. {verdict}"].append(matrix.described)
 
     def _add_plain(self, param: Param) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
@@ -493,28 +495,38 @@ class OwnParts:
         for sub, (tensor, shape, regions) in enumerate(flats):
             layout = own_layout(regions)
             matrix = Matrix(param, shape, layout, sub=sub, inside=tensor.name)
-            sharing, tp_dim = {**self._shared, **groups}, None
+            groups_of_tensor, tp_dim = dict(groups), None
             if tensor.tp is not None:
-                sharing["tp"] = tensor.tp.mesh.get_group()
-                (placement,) = tensor.tp.placements
-                tp_dim = getattr(placement, "dim", None)
-            elif "tp" in sharing:
+                groups_of_tensor["tp"], tp_dim = self._tp_of_spec(matrix, tensor.tp)
+            elif "tp" in self._shared:
                 tp_dim = self._tp_dims.of_plain_or_mark(param)
+            for kind in groups_of_tensor.keys() & self._shared.keys():
+                given = group_ranks(self._shared[kind])
+                ranks = group_ranks(groups_of_tensor[kind])
+                if given != ranks:
+                    text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
+                    self._warnings[text].append(matrix.described)
             # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-            cuts = self._cuts_of(sharing, {"tp": tp_dim})
-            placed: dict[Ranks, Any] = {}
-            for cut in cuts:
-                if cut.is_sharded:
-                    placed[cut.ranks] = Shard(cut.dim or 0)
-            actual = f"FSDP1 has {in_words(cuts, True)}"
-            self._compare_with_groups(matrix, placed, actual)
+            cuts = self._cuts_of({**self._shared, **groups_of_tensor}, {"tp": tp_dim})
             self._add_part(matrix, cuts)
+
+    def _tp_of_spec(
+        self, matrix: Matrix, spec: DTensorSpec
+    ) -> tuple[ProcessGroup, int | None]:
+        """Group and dimension of the TP that FSDP1 found when it flattened a matrix."""
+        (placement,) = spec.placements
+        config_dim = self._tp_dims.of(matrix.param)
+        dim = getattr(placement, "dim", None)
+        if config_dim is not None and config_dim % 2 != dim:
+            text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
+            self._warnings[text].append(matrix.described)
+        return spec.mesh.get_group(), dim
 
     def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
         """Adds a ``matrix`` of which this rank has a part."""
         total, tensor = 0.0, matrix.param.tensor
         has_values = not tensor.is_meta and not is_dry_run()
-        if has_values and any(cut.is_sharded for cut in cuts):
+        if has_values and any(cut.dim is not None for cut in cuts):
             local = local_part(tensor)
             for region in matrix.layout.regions_of(process_rank()):
                 values = region.of_local(local).abs()

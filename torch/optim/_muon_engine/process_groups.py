@@ -58,7 +58,7 @@ def spanning_group(
     ranks: Ranks, candidates: Iterable[ProcessGroup], shared: str = "shards"
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's if it has one, else one that its members make. All
-    members must call this for their groups in the same order. A new group takes backend and timeout from
+    members must call this for their groups in the same order. A new group takes its backend and the longest timeout from
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
@@ -81,7 +81,7 @@ def spanning_group(
         with _by_members_alone(ranks):
             made[key] = dist.new_group(
                 list(ranks),
-                timeout=_timeout_of(example),
+                timeout=_longest_timeout(candidates or [world]),
                 backend=backend,
                 use_local_synchronization=True,
                 group_desc=f"muon {shared}",
@@ -124,9 +124,9 @@ def counters_of(grid: tuple[Ranks, ...]) -> Counters:
     return of_world("counters").setdefault(grid, Counters())
 
 
-def _timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The timeout of ``group``; None, the default, if its backends have none."""
-    backends = [group._get_backend(device) for device in group._device_types]
+def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
+    """The longest timeout among ``groups``; None, the default, if they have none."""
+    backends = [g._get_backend(device) for g in groups for device in g._device_types]
     timeouts = [b.options._timeout for b in backends if hasattr(b, "options")]
     return max(timeouts, default=None)
 
