@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from .._newton_schulz import NS_DTYPE
@@ -25,6 +25,8 @@ MAX_STRETCH = 1.1
 # The bytes that a rank receives in one round along a column, unless the rows of a region are longer.
 ROUND_BYTES = 128 * 1024**2
 ROUNDS_IN_FLIGHT = 2
+# With more of them, pieces would be so small that a round takes as long as its messages need to start.
+MOST_SENDERS = 32
 
 
 class Move(NamedTuple):
@@ -283,36 +285,37 @@ def cut_into_buckets(
     shortest: list[list[Matrix]] = []
     least = math.inf
     for count in (*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)):
-        limits = [bound] * count
-        # Buckets in flight have room for a largest matrix each. The first of them has it for all, because many small matrices
-        # fill the time of a large one.
-        for number in range(0, count, in_flight):
-            limits[number] += in_flight * largest
-        total, buckets = _spread(busiest_first, limits)
-        if total < least:
+        total, buckets = _spread(
+            busiest_first, count, in_flight, in_flight * (bound + largest)
+        )
+        # An empty bucket between others would not keep them apart.
+        if total < least and all(buckets):
             shortest, least = buckets, total
         if least <= MAX_STRETCH * busiest:
             break
     # A bucket for each matrix of an owner always fits.
-    return shortest or _spread(busiest_first, [largest] * longest)[1]
+    return shortest or [[*filter(None, nth)] for nth in zip_longest(*busiest_first)]
 
 
 def _spread(
-    queues: Sequence[Sequence[Matrix]], limits: Sequence[int]
+    queues: Sequence[Sequence[Matrix]], count: int, in_flight: int, most: int
 ) -> tuple[float, list[list[Matrix]]]:
-    """The work of the buckets' busiest owners, added up, and the buckets: one for each of the ``limits``, the most elements that
-    an owner gathers. The work is infinite if the matrices do not fit.
+    """The work of the buckets' busiest owners, added up, and ``count`` buckets, of which an owner gathers at most ``most``
+    elements in any ``in_flight`` in a row. The work is infinite if the matrices do not fit.
 
     Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
     owners before it. A second round knows the heights of all.
     """
-    total, found, count = math.inf, [], len(limits)
+    total: float = math.inf
+    found: list[list[Matrix]] = []
     known = [0] * count
     for _ in range(2):
         buckets: list[list[Matrix]] = [[] for _ in range(count)]
         heights = [0] * count
         for queue in queues:
-            work, room = [0] * count, list(limits)
+            work = [0] * count
+            # The elements that the owner may still gather in the buckets in flight that begin with each one, and in each one.
+            free, room = [most] * count, [most] * count
             for matrix in queue:
                 fitting = [k for k in range(count) if room[k] >= matrix.numel]
                 if not fitting:
@@ -320,10 +323,16 @@ def _spread(
                 bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
                 buckets[bucket].append(matrix)
                 work[bucket] += matrix.flops
-                room[bucket] -= matrix.numel
+                first = max(0, bucket - in_flight + 1)
+                for start in range(first, bucket + 1):
+                    free[start] -= matrix.numel
+                for k in range(first, min(count, bucket + in_flight)):
+                    room[k] = min(free[max(0, k - in_flight + 1) : k + 1])
             heights = [max(both) for both in zip(heights, work)]
         known = heights
-        total, found = sum(heights), [bucket for bucket in buckets if bucket]
+        while not buckets[-1]:
+            buckets.pop()
+        total, found = sum(heights), buckets
     return total, found
 
 
@@ -384,20 +393,22 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
 
 def _rounds(updates: Sequence[Sequence[Move]], place: int) -> list[Round]:
     """The rounds along a column whose ranks have ``updates`` after the scatter, as the rank at ``place`` in it sees them."""
-    senders = sum(map(bool, updates))
-    share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // max(1, senders))
-    pieces_of = [_pieces(moves, share) for moves in updates]
+    senders = [at for at, moves in enumerate(updates) if moves]
     rounds: list[Round] = []
-    start = 0
-    for number in range(max(map(len, pieces_of))):
-        moves: list[Move] = []
-        sizes: list[int] = []
-        for pieces in pieces_of:
-            piece = pieces[number] if number < len(pieces) else []
-            moves += piece
-            sizes.append(numel_of(piece))
-        rounds.append(Round(start, sizes, moves))
-        start += sizes[place]
+    for first in range(0, len(senders), MOST_SENDERS):
+        some = senders[first : first + MOST_SENDERS]
+        share = max(1, ROUND_BYTES // NS_DTYPE.itemsize // len(some))
+        pieces_of = {at: _pieces(updates[at], share) for at in some}
+        start = 0
+        for number in range(max(map(len, pieces_of.values()))):
+            sizes = [0] * len(updates)
+            moves: list[Move] = []
+            for at, pieces in pieces_of.items():
+                if number < len(pieces):
+                    sizes[at] = numel_of(pieces[number])
+                    moves += pieces[number]
+            rounds.append(Round(start, sizes, moves))
+            start += sizes[place]
     return rounds
 
 
