@@ -136,8 +136,8 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     text = text or "ranks disagree about the parameters that they share"
     return Problem(
         ValueError,
-        f"{text}. Build Muon from the same parameters on all of them, in one order, with the same options, process groups of one "
-        "grid, as those of a DeviceMesh, and an assign_fn that returns the same",
+        f"{text}. Ranks that share parameters must have the same ones, in one order and with the same options; process groups of "
+        "one grid, as those of a DeviceMesh; and an assign_fn that returns the same",
     )
 
 

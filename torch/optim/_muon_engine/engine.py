@@ -212,7 +212,7 @@ class Engine:
         own_error = None
         with torch.accelerator.device_index(device_index):
             try:
-                self.runner.reserve(self.config.prefetch_count)
+                self.runner.reserve()
             except Exception as error:
                 own_error = error
             agree(meetings, own_error)

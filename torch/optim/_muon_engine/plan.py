@@ -18,7 +18,7 @@ from .regions import Grid, place_in_order, ranks_of, Region
 
 # Enough buckets to hide transfers behind orthogonalization.
 MAX_BUCKETS = 4
-# The bytes that an owner may gather in a bucket, on top of a largest matrix.
+# The bytes that an owner may gather for each bucket in flight, on top of a largest matrix.
 BUCKET_BYTES = 256 * 1024**2
 # The buckets, run sequentially, should take at most this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
@@ -41,7 +41,7 @@ def numel_of(moves: Iterable[Move]) -> int:
 
 
 class Round(NamedTuple):
-    """One exchange along a column: each of its ranks has a piece of its row's updates, and gets those of the others."""
+    """One exchange along a column: each of its ranks has a piece of its row's updates, and gets one of each row's."""
 
     # Where this rank's piece is in the updates that it has.
     start: int
@@ -53,8 +53,7 @@ class Round(NamedTuple):
 class Bucket(NamedTuple):
     """Matrices of one ``grid`` that are processed together, as one rank sees them. ``number`` counts those of the grid.
 
-    Gather sends the first ``send_sizes`` of what the rank holds to the row, and receives ``receive_sizes``. The scatter is
-    the reverse: an update has the place of the momentum that it came from.
+    The scatter is the reverse of the gather: an update has the place of the momentum that it came from.
     """
 
     grid: Grid
@@ -62,8 +61,9 @@ class Bucket(NamedTuple):
     matrices: list[Matrix]
     # Those that this rank orthogonalizes.
     owned: list[Matrix]
-    # The regions that this rank stores: of the matrices that its peers in the row own, in their order, and then of its own.
-    held: list[Move]
+    # The regions that this rank stores of the matrices that its peers in the row own, in their order, and of its own.
+    sent: list[Move]
+    kept: list[Move]
     # The regions that its peers store of those that it owns, in their order.
     incoming: list[Move]
     # The regions that this rank stores of matrices that other rows own.
@@ -75,6 +75,11 @@ class Bucket(NamedTuple):
     send_sizes: list[int]
     receive_sizes: list[int]
     rounds: list[Round]
+
+    @property
+    def held(self) -> list[Move]:
+        """In the order of the memory that has them: the regions that this rank stores of its row's matrices."""
+        return self.sent + self.kept
 
 
 class Phase(Enum):
@@ -284,12 +289,12 @@ def cut_into_buckets(
     wanted = max(fewest, most)
     shortest: list[list[Matrix]] = []
     least = math.inf
-    for count in (*range(wanted, fewest - 1, -1), wanted + math.ceil(wanted / 16)):
+    more = wanted + math.ceil(wanted / 16), 2 * wanted
+    for count in (*range(wanted, fewest - 1, -1), *more):
         total, buckets = _spread(
             busiest_first, count, in_flight, in_flight * (bound + largest)
         )
-        # An empty bucket between others would not keep them apart.
-        if total < least and all(buckets):
+        if total < least:
             shortest, least = buckets, total
         if least <= MAX_STRETCH * busiest:
             break
@@ -332,7 +337,9 @@ def _spread(
         known = heights
         while not buckets[-1]:
             buckets.pop()
-        total, found = sum(heights), buckets
+        # An empty bucket between others would not keep them apart.
+        if all(buckets):
+            total, found = sum(heights), buckets
     return total, found
 
 
@@ -380,7 +387,8 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         number,
         members,
         owned_by.get(rank, []),
-        held_by(rank),
+        [*chain(*sent.values())],
+        moves(rank, rank),
         [*chain(*received.values())],
         elsewhere,
         row,

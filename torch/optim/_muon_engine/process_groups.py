@@ -127,8 +127,8 @@ def counters_of(grid: tuple[Ranks, ...]) -> Counters:
 def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
     """The longest timeout among ``groups``; None, the default, if they have none."""
     backends = [g._get_backend(device) for g in groups for device in g._device_types]
-    timeouts = [b.options._timeout for b in backends if hasattr(b, "options")]
-    return max(timeouts, default=None)
+    options = [getattr(backend, "options", None) for backend in backends]
+    return max((o._timeout for o in options if hasattr(o, "_timeout")), default=None)
 
 
 class GridGroups(NamedTuple):

@@ -9,7 +9,6 @@ differ. On accelerators, a later step acts on what this rank knows, and the step
 import zlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,12 +121,10 @@ class Statuses(InFlight):
             # On accelerators, only the device waits for the row.
             self.wait()
             for table in self._table:
-                self._reduce(table, group)
-
-    def _reduce(self, table: Tensor, group: Any) -> None:
-        largest, ranks = dist.ReduceOp.MAX, group_ranks(group)
-        start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
-        self.launch("all-reduce of statuses", ranks, start, table)
+                start = partial(
+                    dist.all_reduce, op=dist.ReduceOp.MAX, group=group, async_op=True
+                )
+                self.launch("all-reduce of statuses", group_ranks(group), start, table)
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the

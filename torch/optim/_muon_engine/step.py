@@ -22,7 +22,6 @@ from .inputs import StepInputs
 from .params import Matrix
 from .plan import (
     Bucket,
-    buckets_in_flight,
     Move,
     numel_of,
     Phase,
@@ -73,15 +72,15 @@ class BucketFlight(InFlight):
     def take_memory(self) -> None:
         bucket = self.bucket
         # This rank's shards, and later their updates. Only those of its peers' matrices travel in the row.
-        numel = numel_of(bucket.held)
-        self.held = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
-        self._sent = self.held[: sum(bucket.send_sizes)]
+        numels = numel_of(bucket.sent), numel_of(bucket.kept)
+        self.held = torch.empty(sum(numels), dtype=NS_DTYPE, device=self._device)
+        self._sent, self.kept = self.held.split(numels)
         # The peers' shards of this rank's matrices, and later their updates.
         numel = sum(bucket.receive_sizes)
         self.received = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
 
     def free_memory(self) -> None:
-        self.held = self._sent = self.received = torch.empty(0)
+        self.held = self._sent = self.kept = self.received = torch.empty(0)
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
@@ -268,14 +267,14 @@ class PackedStep:
         """Orthogonalizes this rank's matrices, and starts to send the updates."""
         flight.wait()
         bucket = flight.bucket
-        moves = bucket.held + bucket.incoming
-        views = _views(flight.held, bucket.held)
+        moves = bucket.kept + bucket.incoming
+        views = _views(flight.kept, bucket.kept)
         views += _views(flight.received, bucket.incoming)
         # Each matrix's regions and where they are packed.
         parts: dict[Matrix, list[tuple[Region, Tensor]]] = {}
         for (matrix, region), view in zip(moves, views):
             parts.setdefault(matrix, []).append((region, view))
-        # Without a gradient, momentum travels as an update that nobody applies.
+        # Momentum without a gradient returns as it came.
         present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
         for batch in self._batches(present, inputs):
             self.progress.now = Phase.COMPUTE.value, batch
@@ -402,14 +401,13 @@ class PackedStep:
                 values = inputs.rank, phase, matrix.described, self._plan.owners[matrix]
                 log.debug("rank %d: %s %s, owner %d", *values)
 
-    def reserve(self, prefetch_count: int) -> None:
-        """Takes and frees the memory of the buckets that are in flight together, of each grid."""
-        for flight in self.buckets:
-            in_flight = buckets_in_flight(flight.bucket.grid, prefetch_count)
-            if flight.bucket.number < in_flight:
-                flight.take_memory()
-        for flight in self.buckets:
-            flight.free_memory()
+    def reserve(self) -> None:
+        """Takes and frees the memory of all buckets, as a step does."""
+        for phase, index in self._plan.operations:
+            if phase is Phase.GATHER:
+                self.buckets[index].take_memory()
+            elif phase is Phase.APPLY:
+                self.buckets[index].free_memory()
 
     def connect(self) -> None:
         """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
