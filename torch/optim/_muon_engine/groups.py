@@ -234,8 +234,9 @@ def hints(rank: int, name: Name, told: Mapping[int, Told]) -> list[str]:
     found: list[str] = []
     for cut in told[rank].parts[name].cuts:
         sums = [told[r].sums[name] for r in cut.ranks if name in told[r].parts]
-        # FSDP1 knows itself which ranks hold replicas.
-        if cut.dim is not None and len({*sums}) == 1 < len(sums) and any(sums):
+        are_equal = len(sums) > 1 and len({*sums}) == 1
+        # FSDP1, whose cuts have no dimension, knows itself which ranks hold replicas.
+        if cut.dim is not None and are_equal and any(sums):
             found.append(_EQUAL_SHARDS[cut.kind])
     return found
 
