@@ -242,7 +242,7 @@ IN_STEPS = {
     "momentum without data": in_step(set_momentum(torch.zeros(8, 8, device="meta")), UNUSABLE, "parameter 0.*momentum buffer has no data"),
     "momentum that is no tensor": in_step(set_momentum(0.5), UNUSABLE, "parameter 0.*momentum buffer must be a Tensor but is a float"),
     "momentum on all ranks": in_step(set_momentum(torch.zeros(6, 8)), r"momentum buffer has shape \(6, 8\)", culprits=range(4)),
-    "values of a replica": in_step(mirror_a_replica, "different values.* parameter 2 of shape", steps=(0,)),
+    "values of a replica": in_step(mirror_a_replica, "different values.*: ranks disagree about parameter 2 of shape", steps=(0,)),
     "replaced parameters": in_step(replace_all, REPLACED, steps=(2,)),
 }  # fmt: skip
 

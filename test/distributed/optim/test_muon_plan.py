@@ -28,7 +28,7 @@ from torch.testing._internal.distributed._muon.checkers.ranks import (
 from torch.testing._internal.distributed._muon.common_muon import S0
 
 
-# Of Llama 3 70B, nearly of 405B, and of DeepSeek-V3, whose experts are an eighth.
+# The matrices of Llama 3 70B, nearly those of 405B, and those of DeepSeek-V3, whose experts are an eighth.
 LLAMA = [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]
 LARGER = [(2 * rows, 2 * columns) for rows, columns in LLAMA]
 ATTENTION = (1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)
@@ -188,6 +188,7 @@ class TestBuckets(TestCase):
         for shapes, grid in (
             (LLAMA * 80, grid_of(1, 64)),
             (LLAMA * 80, grid_of(64, 256)),
+            (LLAMA * 80, grid_of(8, 8)),
             # Most matrices are above the bound, so that buckets for small ones were empty.
             (LARGER * 126, grid_of(1, 64)),
             # An eighth of the experts, over an eighth of 1,024 ranks.

@@ -102,7 +102,7 @@ def has_forward(grid: Grid) -> bool:
 
 def is_alone(grid: Grid) -> bool:
     """Whether ``grid`` has one rank, which has no transfers to hide."""
-    return len(ranks_of(grid)) == 1
+    return len(grid) == 1 and len(grid[0]) == 1
 
 
 def buckets_in_flight(grid: Grid, prefetch_count: int) -> int:
@@ -285,8 +285,8 @@ def cut_into_buckets(
     busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     # Equal shapes form large batches where nothing travels.
-    most = 1 if is_alone(layout.grid) else min(MAX_BUCKETS, longest)
-    wanted = max(fewest, most)
+    usual = 1 if is_alone(layout.grid) else min(MAX_BUCKETS, longest)
+    wanted = max(fewest, usual)
     shortest: list[list[Matrix]] = []
     least = math.inf
     more = wanted + math.ceil(wanted / 16), 2 * wanted

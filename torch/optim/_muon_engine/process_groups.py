@@ -64,8 +64,8 @@ def spanning_group(
     # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
     candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
     world = distributed_c10d._get_default_group()
-    example = candidates[0] if candidates else world
-    backend = dist.get_backend_config(example)
+    examples = candidates or [world]
+    backend = dist.get_backend_config(examples[0])
     existing = list(candidates)
     # The default group may have another backend, for other devices.
     if dist.get_backend_config(world) == backend:
@@ -81,7 +81,7 @@ def spanning_group(
         with _by_members_alone(ranks):
             made[key] = dist.new_group(
                 list(ranks),
-                timeout=_longest_timeout(candidates or [world]),
+                timeout=_longest_timeout(examples),
                 backend=backend,
                 use_local_synchronization=True,
                 group_desc=f"muon {shared}",

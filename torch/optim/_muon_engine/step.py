@@ -67,16 +67,15 @@ class BucketFlight(InFlight):
         self.rounds: list[RoundFlight] = []
         for of_round in bucket.rounds:
             self.rounds.append(RoundFlight(self, of_round, groups.column, rank))
+        self._numels = sum(bucket.send_sizes), numel_of(bucket.kept)
         self.free_memory()
 
     def take_memory(self) -> None:
-        bucket = self.bucket
         # This rank's shards, and later their updates. Only those of its peers' matrices travel in the row.
-        numels = numel_of(bucket.sent), numel_of(bucket.kept)
-        self.held = torch.empty(sum(numels), dtype=NS_DTYPE, device=self._device)
-        self._sent, self.kept = self.held.split(numels)
+        self.held = torch.empty(sum(self._numels), dtype=NS_DTYPE, device=self._device)
+        self._sent, self.kept = self.held.split(self._numels)
         # The peers' shards of this rank's matrices, and later their updates.
-        numel = sum(bucket.receive_sizes)
+        numel = sum(self.bucket.receive_sizes)
         self.received = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
 
     def free_memory(self) -> None:
@@ -257,10 +256,10 @@ class PackedStep:
     def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Packs this rank's shards, and starts to send them to their owners."""
         flight.take_memory()
-        bucket = flight.bucket
-        self._blend(bucket.held, _views(flight.held, bucket.held), inputs)
+        held = flight.bucket.held
+        self._blend(held, _views(flight.held, held), inputs)
         flight.start_gather()
-        self._blend(bucket.elsewhere, (), inputs)
+        self._blend(flight.bucket.elsewhere, (), inputs)
         self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
