@@ -2,6 +2,7 @@
 
 import torch
 from torch.optim import _newton_schulz as ns, Muon
+from torch.optim._muon_engine.step import BucketFlight
 from torch.optim._muon_formulas import MuonFormulas
 
 
@@ -13,16 +14,16 @@ def default_formulas() -> MuonFormulas:
 
 def exchange(optimizer: Muon) -> None:
     """The transfers of a step, each after the one before."""
-    for bucket in optimizer._engine.runner.buckets:
-        bucket.take_memory()
-        bucket.start_gather()
-        bucket.wait()
-        bucket.start_scatter()
-        bucket.wait()
-        for number, of_round in enumerate(bucket.rounds):
-            bucket.start_rounds(number, 1)
-            of_round.wait()
-        bucket.free_memory()
+    engine = optimizer._engine
+    for bucket in engine.plan.buckets:
+        flight = BucketFlight(bucket, engine.groups[bucket.grid], engine.device)
+        flight.start_gather()
+        flight.wait()
+        flight.start_scatter()
+        flight.wait()
+        for _ in bucket.rounds:
+            flight.start_rounds(1)
+            flight.rounds.pop().wait()
 
 
 def least_bytes(optimizer: Muon) -> int:

@@ -255,7 +255,7 @@ class Engine:
     def runner(self) -> Any:
         """The step of this engine."""
         if self.is_packed:
-            return PackedStep(self.plan, self.groups, self.rank, self.device)
+            return PackedStep(self.plan, self.groups, self.device)
         from .functions import FunctionStep
 
         return FunctionStep(self)

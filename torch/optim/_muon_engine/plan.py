@@ -77,6 +77,10 @@ class Bucket(NamedTuple):
     rounds: list[Round]
 
     @property
+    def name(self) -> str:
+        return f"bucket {self.number} of {len(self.row) * len(self.column)} ranks"
+
+    @property
     def held(self) -> list[Move]:
         """In the order of the memory that has them: the regions that this rank stores of its row's matrices."""
         return self.sent + self.kept

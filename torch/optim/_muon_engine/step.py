@@ -6,6 +6,7 @@ The memory of a bucket belongs to the step: its gather takes it, and it is free 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
-from torch.distributed import ProcessGroup
 
 from .._muon_formulas import CACHE_BYTES
 from .._newton_schulz import NS_DTYPE
@@ -53,33 +53,23 @@ class Progress:
 
 
 class BucketFlight(InFlight):
-    """A bucket on its way: the memory that its shards and updates take in a step, and its collectives."""
+    """A bucket on its way through a step: the memory that its shards and updates take, and its collectives."""
 
     def __init__(
-        self, bucket: Bucket, groups: GridGroups, rank: int, device: torch.device
+        self, bucket: Bucket, groups: GridGroups, device: torch.device
     ) -> None:
         super().__init__(bucket.matrices)
-        self.bucket = bucket
-        self.name = (
-            f"bucket {bucket.number} of {len(bucket.row) * len(bucket.column)} ranks"
-        )
-        self._group, self._device = groups.row, device
-        self.rounds: list[RoundFlight] = []
-        for of_round in bucket.rounds:
-            self.rounds.append(RoundFlight(self, of_round, groups.column, rank))
-        self._numels = sum(bucket.send_sizes), numel_of(bucket.kept)
-        self.free_memory()
-
-    def take_memory(self) -> None:
+        self.bucket, self.groups = bucket, groups
         # This rank's shards, and later their updates. Only those of its peers' matrices travel in the row.
-        self.held = torch.empty(sum(self._numels), dtype=NS_DTYPE, device=self._device)
-        self._sent, self.kept = self.held.split(self._numels)
+        numels = sum(bucket.send_sizes), numel_of(bucket.kept)
+        self.held = torch.empty(sum(numels), dtype=NS_DTYPE, device=device)
+        self._sent, self.kept = self.held.split(numels)
         # The peers' shards of this rank's matrices, and later their updates.
-        numel = sum(self.bucket.receive_sizes)
-        self.received = torch.empty(numel, dtype=NS_DTYPE, device=self._device)
-
-    def free_memory(self) -> None:
-        self.held = self._sent = self.kept = self.received = torch.empty(0)
+        numel = sum(bucket.receive_sizes)
+        self.received = torch.empty(numel, dtype=NS_DTYPE, device=device)
+        # The rounds along the column that have not begun, and those that have.
+        self._planned = iter(bucket.rounds)
+        self.rounds: list[RoundFlight] = []
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
@@ -91,11 +81,6 @@ class BucketFlight(InFlight):
         send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
         self._start("scatter", self._sent, self.received, send_sizes, receive_sizes)
 
-    def start_rounds(self, first: int, count: int) -> None:
-        """Starts to exchange updates along the column, of which this rank has its row's."""
-        for of_round in self.rounds[first : first + count]:
-            of_round.start(self.held)
-
     def _start(
         self,
         name: str,
@@ -104,7 +89,7 @@ class BucketFlight(InFlight):
         target_sizes: list[int],
         source_sizes: list[int],
     ) -> None:
-        if self._group is None:
+        if self.groups.row is None:
             return
         # The fake backend refuses an empty side.
         if is_dry_run() and not (target.numel() and source.numel()):
@@ -114,54 +99,47 @@ class BucketFlight(InFlight):
             dist.all_to_all_single,
             output_split_sizes=target_sizes,
             input_split_sizes=source_sizes,
-            group=self._group,
+            group=self.groups.row,
             async_op=True,
         )
-        self.launch(f"{name} of {self.name}", self.bucket.row, start, target, source)
+        name = f"{name} of {self.bucket.name}"
+        self.launch(name, self.bucket.row, start, target, source)
+
+    def start_rounds(self, count: int) -> None:
+        """Starts the next rounds along the column, which exchange the updates of its rows."""
+        for planned in islice(self._planned, count):
+            of_round = RoundFlight(self.matrices)
+            self.rounds.append(of_round)
+            of_round.start(planned, self)
 
 
 class RoundFlight(InFlight):
     """A round along the column of a bucket."""
 
-    def __init__(
-        self,
-        bucket: BucketFlight,
-        planned: Round,
-        group: ProcessGroup | None,
-        rank: int,
-    ) -> None:
-        super().__init__(bucket.matrices)
-        self.planned = planned
-        self._name, self._column = f"forwarding of {bucket.name}", bucket.bucket.column
-        self._group, self._place = group, bucket.bucket.column.index(rank)
-        self.free_memory()
-
-    def start(self, held: Tensor) -> None:
+    def start(self, planned: Round, flight: BucketFlight) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
-        start, sizes, _ = self.planned
-        own = held.narrow(0, start, sizes[self._place])
-        self.received = held.new_empty(sum(sizes))
+        start, sizes, self.moves = planned
+        group: Any = flight.groups.column
+        name, column = f"forwarding of {flight.bucket.name}", flight.bucket.column
+        own = flight.held.narrow(0, start, sizes[group.rank()])
+        # A piece of the updates of each row.
+        self.received = own.new_empty(sum(sizes))
         pieces = self.received.split(sizes)
-        group: Any = self._group
-        if not held.is_cpu and group._get_backend(held.device).name() != "gloo":
+        if not own.is_cpu and group._get_backend(own.device).name() != "gloo":
             # One call, which NCCL makes as a group of broadcasts.
             def gather(own: Tensor, *pieces: Tensor) -> Any:
                 return dist.all_gather([*pieces], own, group=group, async_op=True)
 
-            self.launch(self._name, self._column, gather, own, *pieces)
+            self.launch(name, column, gather, own, *pieces)
             return
         # Gloo has no all-gather of different sizes.
-        pieces[self._place].copy_(own)
-        for peer, piece in zip(self._column, pieces):
+        pieces[group.rank()].copy_(own)
+        for peer, piece in zip(column, pieces):
             if piece.numel():
                 broadcast = partial(
                     dist.broadcast, src=peer, group=group, async_op=True
                 )
-                self.launch(self._name, self._column, broadcast, piece)
-
-    def free_memory(self) -> None:
-        # A piece of the updates of each row.
-        self.received = torch.empty(0)
+                self.launch(name, column, broadcast, piece)
 
 
 # The parameter group of some tensors, and the other properties that tensors of one call share.
@@ -172,21 +150,15 @@ class PackedStep:
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid."""
 
     def __init__(
-        self,
-        plan: Plan,
-        groups: Mapping[Grid, GridGroups],
-        rank: int,
-        device: torch.device,
+        self, plan: Plan, groups: Mapping[Grid, GridGroups], device: torch.device
     ) -> None:
         self.progress = Progress()
         # Whether ranks know how they differ before anything moves.
         self.awaits_statuses = False
         self.device = device
-        self._plan = plan
-        self.buckets: list[BucketFlight] = []
-        for bucket in plan.buckets:
-            flight = BucketFlight(bucket, groups[bucket.grid], rank, device)
-            self.buckets.append(flight)
+        self._plan, self._groups = plan, groups
+        # The number of a bucket of the plan -> its memory and its collectives, from its gather until its updates are applied.
+        self._flights: dict[int, BucketFlight] = {}
         # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
         self.statuses: list[Statuses] = []
         for grid, shared in plan.members.items():
@@ -229,7 +201,7 @@ class PackedStep:
         # The memory stays, because a failed collective may write to it.
         for statuses in self.statuses:
             statuses.drain()
-        for flight in self.buckets:
+        for flight in self._flights.values():
             for each in (flight, *flight.rounds):
                 each.drain()
 
@@ -237,29 +209,36 @@ class PackedStep:
         """Makes a step. DTensor's collectives for gradients come first."""
         inputs.place(self.progress)
         for phase, index in self._plan.operations:
-            flight = self.buckets[index]
-            self.progress.now = phase.value, flight.matrices
-            with _RecordFunctionFast(f"Muon {phase.value}, {flight.name}"):
+            bucket = self._plan.buckets[index]
+            self.progress.now = phase.value, bucket.matrices
+            with _RecordFunctionFast(f"Muon {phase.value}, {bucket.name}"):
                 if phase is Phase.GATHER:
-                    self._gather(flight, inputs)
+                    self._gather(self._begin(index), inputs)
                 elif phase is Phase.COMPUTE:
-                    self._compute(flight, inputs)
+                    self._compute(self._flights[index], inputs)
                 elif phase is Phase.FORWARD:
-                    flight.wait()
-                    flight.start_rounds(0, ROUNDS_IN_FLIGHT)
+                    self._flights[index].wait()
+                    self._flights[index].start_rounds(ROUNDS_IN_FLIGHT)
                 else:
-                    self._apply_updates(flight, inputs)
+                    self._apply_updates(self._flights[index], inputs)
+                    del self._flights[index]
         for statuses in self.statuses:
             statuses.finish()
         self.progress.now = "", ()
 
+    def _begin(self, index: int) -> BucketFlight:
+        """Takes the memory of a bucket."""
+        bucket = self._plan.buckets[index]
+        flight = BucketFlight(bucket, self._groups[bucket.grid], self.device)
+        self._flights[index] = flight
+        return flight
+
     def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Packs this rank's shards, and starts to send them to their owners."""
-        flight.take_memory()
-        held = flight.bucket.held
-        self._blend(held, _views(flight.held, held), inputs)
+        bucket = flight.bucket
+        self._blend(bucket.held, _views(flight.held, bucket.held), inputs)
         flight.start_gather()
-        self._blend(flight.bucket.elsewhere, (), inputs)
+        self._blend(bucket.elsewhere, (), inputs)
         self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
@@ -290,7 +269,7 @@ class PackedStep:
             _copy(packed, regions)
         flight.start_scatter()
         if len(bucket.row) == 1:
-            flight.start_rounds(0, ROUNDS_IN_FLIGHT)
+            flight.start_rounds(ROUNDS_IN_FLIGHT)
 
     def _batches(
         self, matrices: Sequence[Matrix], inputs: StepInputs
@@ -310,17 +289,18 @@ class PackedStep:
         """Applies the updates of this rank's shards."""
         flight.wait()
         held = flight.bucket.held
-        if not flight.rounds:
+        if not flight.bucket.rounds:
             self._apply(held, _views(flight.held, held), inputs)
         # Ranks with the same shard apply its updates in the same pieces, because a CPU may round the last elements of a
         # bfloat16 tensor otherwise.
-        for number, of_round in enumerate(flight.rounds):
+        while flight.rounds:
+            of_round = flight.rounds[0]
             of_round.wait()
-            moves = of_round.planned.moves
-            self._apply(moves, _views(of_round.received, moves), inputs)
-            of_round.free_memory()
-            flight.start_rounds(number + ROUNDS_IN_FLIGHT, 1)
-        flight.free_memory()
+            views = _views(of_round.received, of_round.moves)
+            self._apply(of_round.moves, views, inputs)
+            # The next round takes memory, too.
+            del flight.rounds[0], of_round, views
+            flight.start_rounds(1)
 
     def _blend(
         self, moves: Sequence[Move], targets: Sequence[Tensor], inputs: StepInputs
@@ -404,9 +384,9 @@ class PackedStep:
         """Takes and frees the memory of all buckets, as a step does."""
         for phase, index in self._plan.operations:
             if phase is Phase.GATHER:
-                self.buckets[index].take_memory()
+                self._begin(index)
             elif phase is Phase.APPLY:
-                self.buckets[index].free_memory()
+                del self._flights[index]
 
     def connect(self) -> None:
         """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
@@ -416,8 +396,8 @@ class PackedStep:
             for statuses in self.statuses:
                 statuses.reduce()
                 self._finish(statuses)
-            for flight in self.buckets:
-                flight.take_memory()
+            for index, bucket in enumerate(self._plan.buckets):
+                flight = self._begin(index)
                 # A debugging backend looks for NaN in what is sent.
                 for memory in flight.held, flight.received:
                     memory.zero_()
@@ -425,11 +405,10 @@ class PackedStep:
                 self._finish(flight)
                 flight.start_scatter()
                 self._finish(flight)
-                for number, of_round in enumerate(flight.rounds):
-                    flight.start_rounds(number, 1)
-                    self._finish(of_round)
-                    of_round.free_memory()
-                flight.free_memory()
+                for _ in bucket.rounds:
+                    flight.start_rounds(1)
+                    self._finish(flight.rounds.pop())
+                del self._flights[index]
         except BaseException:
             self.drain()
             raise

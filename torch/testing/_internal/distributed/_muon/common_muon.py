@@ -234,13 +234,9 @@ def moved_alike(a, b, steps=1, start=None, piece=lambda whole: whole, summed=Fal
 
 
 def as_on_an_accelerator(optimizer):
-    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
-    the gradients of a bucket together. The buffers are on the CPU.
-    """
-    runner, device = optimizer._engine.runner, torch.device("cuda")
-    runner.device = device
-    for statuses in runner.statuses:
-        statuses.device = device
+    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. The buffers are on the CPU."""
+    for statuses in optimizer._engine.runner.statuses:
+        statuses.device = torch.device("cuda")
         # Only the first step waits for its statuses.
         statuses.awaits = optimizer._engine.steps == 0
 
