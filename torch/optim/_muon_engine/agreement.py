@@ -33,20 +33,13 @@ _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 Signature = tuple[str, Mapping[str, str]]
 
 
-class Problem(NamedTuple):
-    """An error of one rank, as other ranks raise it."""
-
-    kind: type[Exception]
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> "Problem":
-        """A problem of this rank, or one that another rank has reported to it."""
-        kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
-        text = str(error)
-        if " reports: " not in text:
-            text = f"rank {process_groups.process_rank()} reports: {text}"
-        return cls(kind, text)
+def reported(error: Exception) -> Exception:
+    """An error of this rank, or one that another rank has reported to it, as other ranks raise it."""
+    kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
+    text = str(error)
+    if " reports: " not in text:
+        text = f"rank {process_groups.process_rank()} reports: {text}"
+    return kind(text)
 
 
 def with_complements(values: Sequence[int], tables: int = 1) -> Tensor:
@@ -97,26 +90,25 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
     """Ranks compare their signatures, in one order of meetings. All of them raise an error of one of them, or ValueError for
     the first difference.
     """
-    problem = None if own_error is None else Problem.of(own_error)
+    problem = None if own_error is None else reported(own_error)
     # The tensors of a dry run may be fake, but this exchange is real.
     with unset_fake_temporarily():
         for meeting in meetings:
             described = (description for description, _ in meeting.signatures)
             with naming("comparison", meeting.ranks, described):
-                found = _disagreement(meeting, problem)
-            problem = problem or found
+                problem = _disagreement(meeting, problem) or problem
     try:
         if own_error is not None:
             raise own_error
         if problem is not None:
-            raise problem.kind(problem.text)
+            raise problem
     finally:
         # The error refers to this frame, and so to the memory of all frames of its traceback.
-        del own_error
+        del own_error, problem
 
 
-def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
-    """The problem of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
+def _disagreement(meeting: Meeting, problem: Exception | None) -> Exception | None:
+    """The error of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
     fields = [fields for _, fields in meeting.signatures]
     digest = hashlib.sha256(repr(fields).encode()).digest()
     has_problem = problem is not None
@@ -134,8 +126,7 @@ def _disagreement(meeting: Meeting, problem: Problem | None) -> Problem | None:
     everyone = {rank: signatures for rank, (_, signatures) in answers.items()}
     text = first_difference(everyone)
     text = text or "ranks disagree about the parameters that they share"
-    return Problem(
-        ValueError,
+    return ValueError(
         f"{text}. Ranks that share parameters must have the same ones, in one order and with the same options; process groups of "
         "one grid, as those of a DeviceMesh; and an assign_fn that returns the same",
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -39,7 +38,7 @@ from .process_groups import (
     process_rank,
     Ranks,
 )
-from .regions import Layout, place_in_order, ranks_of, Regions, Shape
+from .regions import digest_of, Layout, place_in_order, ranks_of, Regions, Shape
 from .tp_dims import tp_mark_of, TPDims
 
 
@@ -86,12 +85,12 @@ class Part(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A rank's message to the others of its groups: its parts, the sums of the values that it stores of each (0 if unknown),
+    """A rank's message to the others of its groups: its parts, a digest of the values that it stores of each (0 if unknown),
     and the ranks of its expert-parallel group.
     """
 
     parts: dict[Name, Part]
-    sums: dict[Name, float]
+    digests: dict[Name, int]
     ep_ranks: Ranks
 
 
@@ -230,13 +229,13 @@ def _members(
 
 
 def hints(rank: int, name: Name, told: Mapping[int, Told]) -> list[str]:
-    """Warnings about a matrix of ``rank``: ranks with different shards hardly have values of one sum."""
+    """Warnings about a matrix of ``rank``: ranks with different shards hardly have equal values."""
     found: list[str] = []
     for cut in told[rank].parts[name].cuts:
-        sums = [told[r].sums[name] for r in cut.ranks if name in told[r].parts]
-        are_equal = len(sums) > 1 and len({*sums}) == 1
+        digests = [told[r].digests[name] for r in cut.ranks if name in told[r].parts]
+        are_equal = len(digests) > 1 and len({*digests}) == 1
         # FSDP1, whose cuts have no dimension, knows itself which ranks hold replicas.
-        if cut.dim is not None and are_equal and any(sums):
+        if cut.dim is not None and are_equal and any(digests):
             found.append(_EQUAL_SHARDS[cut.kind])
     return found
 
@@ -265,7 +264,7 @@ class GroupsReader(Reader):
             elif group is not None:
                 # new_group() returns something else on ranks that are not in the group.
                 self.problem = f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
-        self.tp_dims = TPDims(state, self.shared.get("tp"))
+        self.tp_dims = TPDims(state)
         self.experts = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
@@ -299,8 +298,10 @@ class GroupsReader(Reader):
         of_meshes = self.candidates
         parts = OwnParts(self)
         try:
-            parts.look_at_module()
-            self.tp_dims.look_at([param.tensor for param in params], parts.views)
+            shown = parts.look_at_fsdp(params) | {*map(group_ranks, of_meshes)}
+            tp_group = self.shared.get("tp")
+            is_shown = tp_group is not None and group_ranks(tp_group) in shown
+            self.tp_dims.are_shown = is_shown
             check()
             if is_first:
                 self._check_indices(len(params))
@@ -337,7 +338,7 @@ class GroupsReader(Reader):
                 "matrices of a stack. Call it with a DTensor"
             )
         parts = OwnParts(self)
-        parts.look_at_module()
+        parts.look_at_fsdp([param])
         parts.add(param)
         return parts.completed()
 
@@ -356,9 +357,9 @@ class OwnParts:
             self.group_of[kind, group_ranks(group)] = group
         # Why this rank could not find its parts.
         self.error: Exception | None = None
-        # Each matrix with this rank's part as its layout, how groups share it, and the sum of the values that this rank stores
+        # Each matrix with this rank's part as its layout, how groups share it, and a digest of the values that this rank stores
         # of it; 0 if it is unknown.
-        self._found: list[tuple[Matrix, Cuts, float]] = []
+        self._found: list[tuple[Matrix, Cuts, int]] = []
         # Those that groups share, once the parts of all ranks are put together.
         self.joined: list[Matrix] = []
         # Expert, or None -> its parameters. Ranks name the matrices by the places of these.
@@ -366,14 +367,23 @@ class OwnParts:
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
-    def look_at_module(self) -> None:
-        """Reads what FSDP1 manages, and adds the groups of its units, in which this rank must report a later error."""
+    def look_at_fsdp(self, params: Sequence[Param]) -> set[Ranks]:
+        """Reads what FSDP1 manages, and adds its groups, in which this rank must report a later error. Returns the ranks of
+        those over which tensor parallelism had cut what it flattened.
+        """
         if self._reader.module is not None:
             self.views = fsdp.views(self._reader.module)
-        for tensors, groups in (self.views or {}).values():
+        tensors: list[fsdp.FlatTensor] = []
+        for inside, groups in (self.views or {}).values():
+            tensors += inside
             self._cuts_of(groups, {})
-            for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
-                self._cuts_of({"tp": spec.mesh.get_group()}, {})
+        for param in params:
+            if getattr(param.tensor, "_is_flat_param", False):
+                tensors += fsdp.tensors_of(param.tensor)
+        cuts: list[Cut] = []
+        for mesh in {tensor.tp.mesh for tensor in tensors if tensor.tp is not None}:
+            cuts += self._cuts_of({"tp": mesh.get_group()}, {})
+        return {cut.ranks for cut in cuts}
 
     def _cuts_of(self, groups: Groups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
@@ -417,7 +427,7 @@ class OwnParts:
                     groups[kind] = self._shared[kind]
         cuts = self._cuts_of(groups, {})
         matrices = matrices_of_dtensor(param, self._reader.layouts)
-        self._found += [(matrix, cuts, 0.0) for matrix in matrices]
+        self._found += [(matrix, cuts, 0) for matrix in matrices]
         if matrices:
             self._compare_with_groups(matrices[0], tensor)
 
@@ -525,15 +535,14 @@ class OwnParts:
 
     def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
         """Adds a ``matrix`` of which this rank has a part."""
-        total, tensor = 0.0, matrix.param.tensor
-        has_values = not tensor.is_meta and not is_dry_run()
+        digest, tensor = 0, matrix.param.tensor
+        # A step takes no complex numbers.
+        has_values = not (tensor.is_meta or tensor.is_complex() or is_dry_run())
         if has_values and any(cut.dim is not None for cut in cuts):
-            local = local_part(tensor)
-            for region in matrix.layout.regions_of(process_rank()):
-                values = region.of_local(local).abs()
-                total += values.sum(dtype=torch.float64).item()
+            regions = matrix.layout.regions_of(process_rank())
+            digest = int(digest_of(regions, local_part(tensor)))
         matrix = replace(matrix, placement=in_words(cuts))
-        self._found.append((matrix, cuts, total))
+        self._found.append((matrix, cuts, digest))
 
     def completed(self, mesh_groups: Sequence[ProcessGroup] = ()) -> list[Matrix]:
         """The matrices, with the parts of all ranks put together. All ranks of the groups raise the error of one of them,
@@ -565,18 +574,19 @@ class OwnParts:
         # Equal parts are one object, so that a message has each once.
         equal: dict[tuple, Part] = {}
         parts: dict[Name, Part] = {}
-        sums: dict[Name, float] = {}
-        for matrix, cuts, total in self._found:
+        digests: dict[Name, int] = {}
+        for matrix, cuts, digest in self._found:
             if cuts:
                 name = self._name_of(matrix)
                 content = matrix.shape, matrix.layout.digest, cuts
                 part = Part(matrix.shape, matrix.layout, cuts)
-                parts[name], sums[name] = equal.setdefault(content, part), total
+                parts[name] = equal.setdefault(content, part)
+                digests[name] = digest
         ep_group = self._reader.given.get("ep")
         ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
         own: Told | None = None
         if self.error is None:
-            own = Told(parts, sums, ep_ranks)
+            own = Told(parts, digests, ep_ranks)
         everyone = {member for _, ranks in order for member in ranks}
         described = (matrix.described for matrix, _, _ in self._found)
         with naming("exchange of parts", everyone, described):

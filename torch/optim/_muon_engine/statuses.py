@@ -25,6 +25,7 @@ from .agreement import (
 from .inputs import Status, StepInputs
 from .params import Matrix, shared_name
 from .process_groups import GridGroups, group_ranks, InFlight, is_dry_run, listed
+from .regions import digest_of
 
 
 # The head: whether parameters have changed since the engine was built, whether this rank knows of a problem, and the digits
@@ -196,7 +197,8 @@ class Statuses(InFlight):
             return ""
         own: list[Signature] = []
         for matrix in self._replicated:
-            digest = int(_digest_of(matrix, inputs))
+            regions = matrix.layout.regions_of(inputs.rank)
+            digest = int(digest_of(regions, inputs.params[matrix.index].local))
             own.append((matrix.described, {"the digest of its values": f"{digest:x}"}))
         meetings: list[Meeting] = []
         # The column first: the other columns must hear of a difference.
@@ -242,20 +244,3 @@ def _identity(serial: int, matrices: Sequence[Matrix]) -> int:
     """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
     names = [(shared_name(m.param, m.name), m.shape) for m in matrices]
     return zlib.crc32(repr((serial, names)).encode())
-
-
-def _digest_of(matrix: Matrix, inputs: StepInputs) -> Tensor:
-    """A digest of the bits of the values that this rank has of a matrix: an integer on their device. It knows the rows and
-    columns of each value, without memory for another matrix.
-    """
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = inputs.params[matrix.index].local
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for region in matrix.layout.regions_of(inputs.rank):
-        values = region.of_local(local)
-        values = values.view(ints[values.itemsize])
-        for dim in range(2):
-            sums = values.sum(1 - dim, dtype=torch.int64)
-            places = torch.arange(1, 2 * len(sums), 2, device=local.device)
-            total = 31 * total + (sums * places).sum()
-    return total

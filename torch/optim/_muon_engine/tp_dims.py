@@ -1,26 +1,24 @@
 """The dimension along which tensor parallelism cuts a parameter: as users say it, or as placements and marks show it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn, Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from . import fsdp
 from .params import Param
-from .process_groups import group_ranks
 
 
 class TPDims:
-    """The dimensions that a config's ``state`` gives for the parameters that ``group`` (None: no tensor parallelism) cuts."""
+    """The dimensions that a config's ``state`` gives for the parameters that tensor parallelism cuts."""
 
-    def __init__(self, state: Mapping[str, Any], group: ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, state: Mapping[str, Any]) -> None:
         # Config index -> dimension; None if the user said nothing.
         self.by_index: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.default: int | None = state.get("tp_dim_default")
-        # Whether the parameters that were read last show which of them PyTorch's tensor parallelism cut.
+        # Whether placements or FSDP1's metadata show which of the parameters that were read last tensor parallelism cut: its group
+        # is that of a dimension of a mesh of theirs.
         self.are_shown = False
 
     def of(self, param: Param) -> int | None:
@@ -60,25 +58,6 @@ class TPDims:
             raise IndexError(
                 f"tp_dim_per_param says dimension {dim} of parameter {param.index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
-
-    def look_at(self, params: Sequence[Tensor], views: fsdp.Views | None) -> None:
-        """Finds out whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut: the ranks of the group are
-        those of a dimension of a mesh of theirs.
-        """
-        tensors: list[fsdp.FlatTensor] = []
-        for inside, _ in (views or {}).values():
-            tensors += inside
-        for param in params:
-            if getattr(param, "_is_flat_param", False):
-                tensors += fsdp.tensors_of(param)
-        # Many parameters share one mesh.
-        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-        meshes |= {tensor.tp.mesh for tensor in tensors if tensor.tp is not None}
-        meshed: set[tuple[int, ...]] = set()
-        for mesh in meshes:
-            if mesh.get_coordinate() is not None:
-                meshed.update(map(group_ranks, mesh.get_all_groups()))
-        self.are_shown = self.group is not None and group_ranks(self.group) in meshed
 
 
 def tp_mark_of(param: Tensor) -> int | None:
