@@ -9,7 +9,7 @@ from torch import nn
 
 from ._muon_engine import fsdp
 from ._muon_engine.plan import Bucket, numel_of, Phase, ROUNDS_IN_FLIGHT
-from ._muon_engine.process_groups import counted, listed
+from ._muon_engine.process_groups import listed
 from ._muon_engine.step import TOGETHER_BYTES
 from ._newton_schulz import NS_DTYPE
 from ._newton_schulz_variants import newton_schulz_numel
@@ -24,10 +24,17 @@ _CAUSES = (
 )
 
 
+def _counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun. The ``plural`` is the noun with an "s" unless another one is given."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {plural or noun + 's'}"
+
+
 def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     """How much Muon has, and the matrices of ``model`` that no optimizer has."""
     trained = set(muon._tensors())
-    text = f"Muon has {counted(len(trained), 'parameter')}"
+    text = f"Muon has {_counted(len(trained), 'parameter')}"
     if model is None:
         return text
     for other in others:
@@ -60,9 +67,9 @@ def in_full(engine: Any) -> str:
             names.append(matrix.name or matrix.described)
     busiest = max(work, key=lambda rank: work[rank], default=engine.rank)
     share = work[busiest] * len(work) / max(1, work.total())
-    matrices = counted(len(plan.owners), "matrix", "matrices")
+    matrices = _counted(len(plan.owners), "matrix", "matrices")
     return (
-        f"{here} owns {listed(names) or 'nothing'}. It shares {matrices} on {counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
+        f"{here} owns {listed(names) or 'nothing'}. It shares {matrices} on {_counted(len(work), 'rank')}. The busiest owner is rank {busiest}, "
         f"with {share:.2f} times the mean work.\nBesides parameters, gradients and momentum, a step of this rank takes up to "
         f"{_memory(engine) / 2**20:.4g} MiB"
     )

@@ -70,6 +70,9 @@ class ParamInputs:
             self._is_misfit = True
             # A step that moves nothing does not read it.
             momentum = local_part(self._new_momentum())
+        elif param.flatten and not momentum.is_contiguous():
+            # A checkpoint may bring it in channels_last.
+            self._is_misfit = True
         self.momentum = momentum
         # None until ``place`` if it does not fit.
         self.gradient = fitting_part(tensor, gradient, momentum.dtype)
@@ -84,7 +87,7 @@ class ParamInputs:
 
     def place(self, formulas: Any) -> None:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
-        one dtype. The momentum goes to the state. With the option ``flatten``, both become contiguous.
+        one dtype. The momentum goes to the state. With the option ``flatten``, both are contiguous.
         """
         if self._is_misfit:
             buffer = self.state["momentum_buffer"]
@@ -98,11 +101,6 @@ class ParamInputs:
             )
         if self.param.flatten and self.gradient is not None:
             self.gradient = self.gradient.contiguous()
-        if self.param.flatten and not self.momentum.is_contiguous():
-            # A user may put it back in channels_last.
-            self.momentum = self.momentum.contiguous()
-            buffer = like_param(self.param.tensor, self.momentum)
-            self.state["momentum_buffer"] = buffer
         if self.param.is_sum:
             self._add_up(formulas)
 
@@ -299,10 +297,8 @@ def fitting_momentum(param: Tensor, buffer: Any, dtype: torch.dtype | None) -> T
             buffer = buffer.redistribute(mesh, whole).to_local()
         if isinstance(param, DTensor):
             buffer = cut_out(matrices_of_dtensor(Param(0, param), {}), buffer, param)
-    if fitting_part(param, buffer, dtype) is None:
-        moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
-        buffer = like_param(param, moved)
-    return buffer
+    moved = local_part(buffer).to(local_part(param).device, dtype or buffer.dtype)
+    return like_param(param, moved.contiguous())
 
 
 def _replicated(tensor: DTensor) -> Sequence[Placement]:

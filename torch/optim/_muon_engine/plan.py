@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from .._newton_schulz import NS_DTYPE
@@ -61,8 +61,8 @@ class Bucket(NamedTuple):
     matrices: list[Matrix]
     # Those that this rank orthogonalizes.
     owned: list[Matrix]
-    # The regions that this rank stores of the matrices that its peers in the row own, in their order, and of its own.
-    sent: list[Move]
+    # The regions that this rank stores of its row's matrices, in the order of owners. Its own ones come last, and here apart.
+    held: list[Move]
     kept: list[Move]
     # The regions that its peers store of those that it owns, in their order.
     incoming: list[Move]
@@ -79,11 +79,6 @@ class Bucket(NamedTuple):
     @property
     def name(self) -> str:
         return f"bucket {self.number} of {len(self.row) * len(self.column)} ranks"
-
-    @property
-    def held(self) -> list[Move]:
-        """In the order of the memory that has them: the regions that this rank stores of its row's matrices."""
-        return self.sent + self.kept
 
 
 class Phase(Enum):
@@ -362,8 +357,6 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
     row = tuple(sorted(grid[replica]))
     column = tuple(sorted(of_replica[shard] for of_replica in grid))
 
-    peers = [peer for peer in row if peer != rank]
-
     def moves(owner: int, holder: int) -> list[Move]:
         """The regions of an owner's matrices that ``holder`` stores."""
         found: list[Move] = []
@@ -378,8 +371,14 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         own_last = sorted(grid[of_replica], key=lambda owner: (owner == holder, owner))
         return [move for owner in own_last for move in moves(owner, holder)]
 
-    sent = {peer: moves(peer, rank) for peer in peers}
-    received = {peer: moves(rank, peer) for peer in peers}
+    incoming: list[Move] = []
+    send_sizes, receive_sizes = [0] * len(row), [0] * len(row)
+    for place, peer in enumerate(row):
+        if peer != rank:
+            received = moves(rank, peer)
+            incoming += received
+            receive_sizes[place] = numel_of(received)
+            send_sizes[place] = numel_of(moves(peer, rank))
     elsewhere: list[Move] = []
     for owner in owned_by.keys() - {*row}:
         elsewhere += moves(owner, rank)
@@ -391,14 +390,14 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         number,
         members,
         owned_by.get(rank, []),
-        [*chain(*sent.values())],
+        held_by(rank),
         moves(rank, rank),
-        [*chain(*received.values())],
+        incoming,
         elsewhere,
         row,
         column,
-        [numel_of(sent.get(peer, ())) for peer in row],
-        [numel_of(received.get(peer, ())) for peer in row],
+        send_sizes,
+        receive_sizes,
         rounds,
     )
 

@@ -34,13 +34,6 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number with its noun. The ``plural`` is the noun with an "s" unless another one is given."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {plural or noun + 's'}"
-
-
 def process_rank() -> int:
     """This process's global rank; 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0
