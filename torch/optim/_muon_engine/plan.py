@@ -5,7 +5,7 @@ the matrices.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple
@@ -225,33 +225,25 @@ def assign_owners(
                 for rank in ranks:
                     loads[rank] += work[rank]
         first_row, first_shard = divmod(start(grid) % len(ranks), len(grid[0]))
-        heaviest_first = sorted(members, key=lambda m: (-m.flops, -m.numel))
-        row_loads = [sum(loads[rank] for rank in row) for row in grid]
-        of_rows: dict[int, list[Matrix]] = {}
-        for matrix, place in _least_loaded(row_loads, first_row, heaviest_first):
-            of_rows.setdefault(place, []).append(matrix)
+        # Each row with its work and its ranks, and each rank with its work. The distances from the start decide ties.
+        rows: list[tuple[int, int, list[tuple[int, int, int]]]] = []
+        for place, row in enumerate(grid):
+            in_row: list[tuple[int, int, int]] = []
+            for shard, rank in enumerate(row):
+                in_row.append((loads[rank], (shard - first_shard) % len(row), rank))
+            heapq.heapify(in_row)
+            load = sum(loads[rank] for rank in row)
+            rows.append((load, (place - first_row) % len(grid), in_row))
+        heapq.heapify(rows)
         own_work = given[grid] = Counter()
-        for place, of_row in of_rows.items():
-            row = grid[place]
-            row_loads = [loads[rank] for rank in row]
-            for matrix, shard in _least_loaded(row_loads, first_shard, of_row):
-                owners[matrix] = row[shard]
-                own_work[row[shard]] += matrix.flops
+        for matrix in sorted(members, key=lambda m: (-m.flops, -m.numel)):
+            load, distance, in_row = rows[0]
+            heapq.heapreplace(rows, (load + matrix.flops, distance, in_row))
+            load, distance, rank = in_row[0]
+            heapq.heapreplace(in_row, (load + matrix.flops, distance, rank))
+            owners[matrix] = rank
+            own_work[rank] += matrix.flops
     return owners
-
-
-def _least_loaded(
-    loads: Sequence[int], start: int, matrices: Iterable[Matrix]
-) -> Iterator[tuple[Matrix, int]]:
-    """Each matrix with the place that has the least work at its turn. Ties begin at place ``start``."""
-    queue: list[tuple[int, int, int]] = []
-    for place, load in enumerate(loads):
-        queue.append((load, (place - start) % len(loads), place))
-    heapq.heapify(queue)
-    for matrix in matrices:
-        load, distance, place = queue[0]
-        heapq.heapreplace(queue, (load + matrix.flops, distance, place))
-        yield matrix, place
 
 
 # Buckets
@@ -425,18 +417,15 @@ def _rounds(updates: Sequence[Sequence[Move]], place: int) -> list[Round]:
 
 def _pieces(moves: Sequence[Move], most: int) -> list[list[Move]]:
     """The ``moves`` in pieces of at most ``most`` elements. Regions that are larger are cut by rows."""
-    cut: list[Move] = []
+    pieces: list[list[Move]] = []
+    room = 0
     for matrix, region in moves:
         rows = max(1, most // max(1, region.width))
         for first in range(0, region.height, rows):
-            count = min(rows, region.height - first)
-            cut.append(Move(matrix, region.rows(first, count)))
-    pieces: list[list[Move]] = []
-    room = 0
-    for move in cut:
-        if not pieces or room < move.region.numel:
-            pieces.append([])
-            room = most
-        pieces[-1].append(move)
-        room -= move.region.numel
+            part = region.rows(first, min(rows, region.height - first))
+            if not pieces or room < part.numel:
+                pieces.append([])
+                room = most
+            pieces[-1].append(Move(matrix, part))
+            room -= part.numel
     return pieces
