@@ -150,18 +150,15 @@ class FunctionStep:
         """Each parameter twice: where it is gathered, and where its update is. Ranks of a group may also hold other
         parameters, so each group of ranks prefetches its own.
         """
-        ahead = self.config.prefetch_count + 1
-        waiting: dict[Any, list[Param]] = {}
+        of_ranks: dict[Any, list[Param]] = {}
         for param in self._params:
-            waiting.setdefault(self._ranks(param), []).append(param)
+            of_ranks.setdefault(self._ranks(param), []).append(param)
+        following = {ranks: iter(params) for ranks, params in of_ranks.items()}
         order: list[Param] = []
-        for params in waiting.values():
-            order += params[:ahead]
-            del params[:ahead]
+        for params in following.values():
+            order += itertools.islice(params, self.config.prefetch_count + 1)
         for param in self._params:
-            following = waiting[self._ranks(param)]
-            order += [param, *following[:1]]
-            del following[:1]
+            order += [param, *itertools.islice(following[self._ranks(param)], 1)]
         return order
 
     def _ranks(self, param: Param) -> Any:

@@ -94,7 +94,7 @@ class Told(NamedTuple):
     ep_ranks: Ranks
 
 
-# The ranks of one replica and their shards.
+# Shards and the ranks that hold them: those of one replica, or those of one shard.
 Row = tuple[tuple[Regions, int], ...]
 
 
@@ -113,26 +113,27 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(texts)}"
 
 
+def _holders(row: Row) -> Ranks:
+    return tuple(holder for _, holder in row)
+
+
 def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, Layout]:
     """The shape and the layout of a matrix of ``rank``, by what it and the ranks of its groups have ``told``. Raises
     ValueError if the parts do not fit.
     """
     cuts = told[rank].parts[name].cuts
     shape, rows = _joined(rank, name, cuts, told)
-    everyone = [holder for row in rows for _, holder in row]
+    everyone = [holder for row in rows for holder in _holders(row)]
     if len({*everyone}) < len(everyone) or len({*map(len, rows)}) > 1:
         raise ValueError(
             f"the process groups contradict each other: {in_words(cuts, True)} are no grid, like the dimensions of a DeviceMesh. "
             "Two of them have one rank in common"
         )
     # Ranks of one grid may put it together in different orders, and matrices may be cut in different orders of its ranks.
-    columns: list[tuple[Ranks, Regions]] = []
-    for column in zip(*sorted(rows, key=lambda row: min(holder for _, holder in row))):
-        holders = tuple(holder for _, holder in column)
-        columns.append((holders, column[0][0]))
-    columns.sort()
-    grid = tuple(zip(*(holders for holders, _ in columns)))
-    return shape, Layout(grid, tuple(regions for _, regions in columns))
+    rows.sort(key=lambda row: min(_holders(row)))
+    columns = sorted(zip(*rows), key=_holders)
+    grid = tuple(zip(*map(_holders, columns)))
+    return shape, Layout(grid, tuple(column[0][0] for column in columns))
 
 
 def _joined(

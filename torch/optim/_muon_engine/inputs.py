@@ -17,12 +17,12 @@ from .._muon_formulas import _adjust_lr
 from .dtensors import matrices_of_dtensor
 from .params import (
     fitting_part,
-    is_placed_like,
     is_sum,
     like_param,
     local_part,
     Matrix,
     Param,
+    placement_of,
     States,
     summed,
     takes_update,
@@ -280,7 +280,7 @@ def problem_with_momentum(param: Tensor, buffer: Any) -> str:
         return "the momentum buffer has no data, because it is on the meta device; delete it or load it"
     if param.shape != buffer.shape:
         return f"the momentum buffer has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
-    if isinstance(buffer, DTensor) and not is_placed_like(param, buffer):
+    if isinstance(buffer, DTensor) and placement_of(param) != placement_of(buffer):
         problem = _problem_with_move(buffer, _replicated(buffer))
         return problem and f"the momentum buffer: {problem}"
     return ""
@@ -291,7 +291,7 @@ def fitting_momentum(param: Tensor, buffer: Any, dtype: torch.dtype | None) -> T
     ranks must make this call, because a change of the placement is a collective. :func:`problem_with_momentum` must
     have found no problem.
     """
-    if not is_placed_like(param, buffer):
+    if placement_of(param) != placement_of(buffer):
         if isinstance(buffer, DTensor):
             mesh, whole = buffer.device_mesh, _replicated(buffer)
             buffer = buffer.redistribute(mesh, whole).to_local()

@@ -57,15 +57,13 @@ def fitting_part(
     """This rank's part of ``other``, if that has the shape, placement and device of ``param``, and ``dtype`` unless it is
     None; None for everything else.
     """
-    if not isinstance(other, Tensor) or not is_placed_like(param, other):
-        return None
-    if other.shape != param.shape:
+    if not isinstance(other, Tensor) or placement_of(param) != placement_of(other):
         return None
     local, own = other, param
     if isinstance(param, DTensor) and isinstance(other, DTensor):
         local, own = other._local_tensor, param._local_tensor
-        if local.shape != own.shape:
-            return None
+    if other.shape != param.shape or local.shape != own.shape:
+        return None
     if local.device != own.device or local.layout != torch.strided:
         return None
     if dtype is not None and local.dtype != dtype:
@@ -73,14 +71,11 @@ def fitting_part(
     return local_part(other)
 
 
-def is_placed_like(param: Any, other: Any) -> bool:
-    """Whether two tensors are DTensors with one placement, or none of them is a DTensor."""
-    if not isinstance(param, DTensor) or not isinstance(other, DTensor):
-        return isinstance(param, DTensor) == isinstance(other, DTensor)
-    if param.placements != other.placements:
-        return False
-    # A checkpoint may bring a mesh of its own.
-    return param.device_mesh == other.device_mesh
+def placement_of(tensor: Any) -> tuple | None:
+    """The placements and the mesh of a DTensor; None for a plain tensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.placements, tensor.device_mesh
+    return None
 
 
 class Traits(NamedTuple):
@@ -343,15 +338,13 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     for param_group in dict.fromkeys(param.param_group for param in now):
         before = [param for param in former if param.param_group == param_group]
         after = [param for param in now if param.param_group == param_group]
-        moved = 0
-        pairs: list[tuple[Param, Param]] = []
+        moved: list[tuple[Param, Param]] = []
         for old, new in zip(before, after):
             if old.tensor is not new.tensor:
-                moved += 1
-                if old.tensor not in stayed and new.tensor not in stayed:
-                    pairs.append((old, new))
+                moved.append((old, new))
+        pairs = [pair for pair in moved if stayed.isdisjoint(p.tensor for p in pair)]
         for old, new in pairs:
-            inherits = len(pairs) == moved and _is_same(old, new)
+            inherits = len(pairs) == len(moved) and _is_same(old, new)
             replaced.append(Replacement(old, new, inherits))
     return replaced
 

@@ -236,9 +236,9 @@ class PackedStep:
     def _gather(self, flight: BucketFlight, inputs: StepInputs) -> None:
         """Packs this rank's shards, and starts to send them to their owners."""
         bucket = flight.bucket
-        self._blend(bucket.held, _views(flight.held, bucket.held), inputs)
+        self._blend(bucket.held, inputs, _views(flight.held, bucket.held))
         flight.start_gather()
-        self._blend(bucket.elsewhere, (), inputs)
+        self._blend(bucket.elsewhere, inputs)
         self._log("gather", flight.matrices, inputs)
 
     def _compute(self, flight: BucketFlight, inputs: StepInputs) -> None:
@@ -303,13 +303,13 @@ class PackedStep:
             flight.start_rounds(1)
 
     def _blend(
-        self, moves: Sequence[Move], targets: Sequence[Tensor], inputs: StepInputs
+        self, moves: Sequence[Move], inputs: StepInputs, *targets: Sequence[Tensor]
     ) -> None:
-        """Takes gradients into momentum, and writes regions of the tensors to orthogonalize to ``targets``, if there are any:
+        """Takes gradients into momentum, and writes regions of the tensors to orthogonalize to ``targets``, if they are given:
         momentum, blended with the gradient if nesterov; without a gradient momentum, so that the owner receives defined values.
         """
         entries: list[tuple[Kind, Sequence[Any]]] = []
-        for place, (matrix, region) in enumerate(moves):
+        for (matrix, region), *target in zip(moves, *targets):
             of_param = inputs.params[matrix.index]
             momentum, gradient = region.of_local(of_param.momentum), of_param.gradient
             if gradient is not None:
@@ -317,7 +317,7 @@ class PackedStep:
             # The kernels take contiguous tensors only.
             properties = momentum.dtype, momentum.is_contiguous()
             kind = matrix.param.param_group, properties
-            entries.append((kind, (momentum, gradient, *targets[place : place + 1])))
+            entries.append((kind, (momentum, gradient, *target)))
         for (param_group, _), together in self._together(entries, inputs):
             momenta, gradients, *of_targets = map(list, zip(*together))
             inputs.formulas[param_group].accumulate_and_blend(
