@@ -5,7 +5,7 @@ put together what they know, by pure functions. Only here do readers have collec
 """
 
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, NamedTuple
@@ -358,13 +358,17 @@ class OwnParts:
             self.group_of[kind, group_ranks(group)] = group
         # Why this rank could not find its parts.
         self.error: Exception | None = None
-        # Each matrix with this rank's part as its layout, how groups share it, and a digest of the values that this rank stores
-        # of it; 0 if it is unknown.
-        self._found: list[tuple[Matrix, Cuts, int]] = []
+        ep_group = reader.given.get("ep")
+        ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
+        # The message about the matrices that groups share. Equal parts are one object, so that it has each once.
+        self._own = Told({}, {}, ep_ranks)
+        self._equal: dict[tuple, Part] = {}
+        # Each matrix with this rank's part as its layout.
+        self._found: dict[Name, Matrix] = {}
         # Those that groups share, once the parts of all ranks are put together.
         self.joined: list[Matrix] = []
-        # Expert, or None -> its parameters. Ranks name the matrices by the places of these.
-        self._indices: defaultdict[int | None, list[int]] = defaultdict(list)
+        # Expert, or None -> how many parameters of it were added. Ranks name the matrices by these numbers.
+        self._counts: Counter[int | None] = Counter()
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -404,7 +408,7 @@ class OwnParts:
             raise ValueError(reader.problem)
         self._tp_dims.check(param)
         # Also a stack of which this rank has no matrix.
-        self._indices[param.expert].append(param.index)
+        self._counts[param.expert] += 1
         given = reader.given.get("fsdp")
         view = fsdp.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
@@ -428,7 +432,8 @@ class OwnParts:
                     groups[kind] = self._shared[kind]
         cuts = self._cuts_of(groups, {})
         matrices = matrices_of_dtensor(param, self._reader.layouts)
-        self._found += [(matrix, cuts, 0) for matrix in matrices]
+        for matrix in matrices:
+            self._add_matrix(matrix, cuts)
         if matrices:
             self._compare_with_groups(matrices[0], tensor)
 
@@ -542,8 +547,17 @@ class OwnParts:
         if has_values and any(cut.dim is not None for cut in cuts):
             regions = matrix.layout.regions_of(process_rank())
             digest = int(digest_of(regions, local_part(tensor)))
-        matrix = replace(matrix, placement=in_words(cuts))
-        self._found.append((matrix, cuts, digest))
+        self._add_matrix(replace(matrix, placement=in_words(cuts)), cuts, digest)
+
+    def _add_matrix(self, matrix: Matrix, cuts: Cuts, digest: int = 0) -> None:
+        expert = matrix.param.expert
+        name = expert, self._counts[expert], matrix.sub
+        self._found[name] = matrix
+        if cuts:
+            content = matrix.shape, matrix.layout.digest, cuts
+            part = Part(matrix.shape, matrix.layout, cuts)
+            self._own.parts[name] = self._equal.setdefault(content, part)
+            self._own.digests[name] = digest
 
     def completed(self, mesh_groups: Sequence[ProcessGroup] = ()) -> list[Matrix]:
         """The matrices, with the parts of all ranks put together. All ranks of the groups raise the error of one of them,
@@ -572,24 +586,9 @@ class OwnParts:
         rank after the exchange.
         """
         rank = process_rank()
-        # Equal parts are one object, so that a message has each once.
-        equal: dict[tuple, Part] = {}
-        parts: dict[Name, Part] = {}
-        digests: dict[Name, int] = {}
-        for matrix, cuts, digest in self._found:
-            if cuts:
-                name = self._name_of(matrix)
-                content = matrix.shape, matrix.layout.digest, cuts
-                part = Part(matrix.shape, matrix.layout, cuts)
-                parts[name] = equal.setdefault(content, part)
-                digests[name] = digest
-        ep_group = self._reader.given.get("ep")
-        ep_ranks = (rank,) if ep_group is None else group_ranks(ep_group)
-        own: Told | None = None
-        if self.error is None:
-            own = Told(parts, digests, ep_ranks)
+        own = self._own if self.error is None else None
         everyone = {member for _, ranks in order for member in ranks}
-        described = (matrix.described for matrix, _, _ in self._found)
+        described = (matrix.described for matrix in self._found.values())
         with naming("exchange of parts", everyone, described):
             told = gathered_along([self.group_of[group] for group in order], own)
         if self.error is not None:
@@ -600,11 +599,10 @@ class OwnParts:
         # Equal parts on all ranks have one layout.
         layouts: dict[tuple, tuple[Shape, Layout]] = {}
         matrices: list[Matrix] = []
-        for matrix, cuts, _ in self._found:
-            if not cuts:
+        for name, matrix in self._found.items():
+            if name not in self._own.parts:
                 matrices.append(matrix)
                 continue
-            name = self._name_of(matrix)
             shared = (id(of_rank.parts.get(name)) for of_rank in told.values())
             content = name[0] is None, *shared
             if content not in layouts:
@@ -619,10 +617,6 @@ class OwnParts:
             self.joined.append(joined)
             matrices.append(joined)
         return matrices
-
-    def _name_of(self, matrix: Matrix) -> Name:
-        expert = matrix.param.expert
-        return expert, self._indices[expert].index(matrix.index), matrix.sub
 
 
 def _has_no_other_of(group: ProcessGroup, ranks: Sequence[int]) -> bool:
