@@ -267,7 +267,6 @@ def cut_into_buckets(
     largest = max(matrix.numel for matrix in members)
     in_flight = buckets_in_flight(layout.grid, prefetch_count)
     most_gathered = max(sum(m.numel for m in queue) for queue in queues.values())
-    longest = max(map(len, queues.values()))
 
     def work_of(queue: Sequence[Matrix]) -> int:
         return sum(matrix.flops for matrix in queue)
@@ -276,7 +275,7 @@ def cut_into_buckets(
     busiest = work_of(busiest_first[0])
     fewest = math.ceil(most_gathered / (bound + largest))
     # Equal shapes form large batches where nothing travels.
-    usual = 1 if is_alone(layout.grid) else min(MAX_BUCKETS, longest)
+    usual = 1 if is_alone(layout.grid) else MAX_BUCKETS
     wanted = max(fewest, usual)
     shortest: list[list[Matrix]] = []
     least = math.inf
