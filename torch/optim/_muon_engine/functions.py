@@ -68,19 +68,17 @@ def call_assign_fn(
             )
         counts.update(indices)
         owner_of.update(dict.fromkeys(indices, rank))
-    expected = {*range(len(params))}
     problems: list[str] = []
-    for verb, wrong in (
-        ("unknown", counts.keys() - expected),
-        ("missing", expected - counts.keys()),
-        ("assigned more than once", [i for i in counts if counts[i] > 1]),
-    ):
-        if wrong:
-            described = [p.described for p in params if p.index in wrong]
-            problems.append(f"{verb} {sorted(wrong)}: {listed(described)}")
+    for param in params:
+        times = counts[param.index]
+        if times != 1:
+            verdict = f"assigned {times} times" if times else "missing"
+            problems.append(f"{param.described} is {verdict}")
+    for index in counts.keys() - range(len(params)):
+        problems.append(f"parameter {index} does not exist")
     if problems:
         raise AssertionError(
-            f"assign_fn must give each of parameters 0 to {len(params) - 1} to exactly one rank; {'; '.join(problems)}"
+            f"assign_fn must give each of {len(params)} parameters one owner, but {listed(problems)}"
         )
     owners: dict[Matrix, int] = {}
     for matrix in matrices:
