@@ -44,7 +44,7 @@ from .process_groups import (
     GridGroups,
     listed,
 )
-from .regions import Grid, ranks_of
+
 from .step import PackedStep
 
 
@@ -77,7 +77,7 @@ class Engine:
         # Global rank -> the indices of the parameters whose first matrix it owns.
         self.assignments: Mapping[int, Sequence[int]] = {}
         # By grid: the groups of this rank's row and column.
-        self.groups: dict[Grid, GridGroups] = {}
+        self.groups: dict[Any, GridGroups] = {}
         replaced: list[Replacement] = []
         if former is None:
             self.reader = reader_of(config, takes_stacks)
@@ -88,17 +88,21 @@ class Engine:
             # The parameters that took the places of others.
             replaced = take_places(former.seen, params, self.config_indices)
         before = {param.tensor for param in (former or self).params}
-        # Ranks exchange objects on the current device, which DDP does not ask its users to set.
-        device_index = _device_index(params)
 
         def check_all() -> None:
             if former is not None:
                 former.synchronize()
             check()
 
-        # The assignment computes with tensors, which must be real in a dry run, too.
-        with unset_fake_temporarily(), torch.accelerator.device_index(device_index):
-            self._build(before, check_all)
+        # Parameters on meta will be materialized, which builds another engine.
+        is_meta = any(param.tensor.is_meta for param in params)
+        # Ranks exchange objects on the current device, which DDP does not ask its users to set.
+        with torch.accelerator.device_index(_device_index(params)):
+            # The assignment computes with tensors, which must be real in a dry run, too.
+            with unset_fake_temporarily():
+                meetings = self._build(before, check_all)
+            if self.is_packed and self.device.type != "cpu" and not is_meta:
+                self._connect(meetings)
         # In the order of all ranks: experts last, by their ids.
         self.ordered = sorted(params, key=lambda param: param.place_of_expert)
         has_others = any(groups.several for groups in self.groups.values())
@@ -108,21 +112,19 @@ class Engine:
             self._warn_about_restarted(
                 restarted + drop_misshapen_momentum(params, states)
             )
-        # Parameters on meta will be materialized, which builds another engine.
-        is_meta = any(param.tensor.is_meta for param in params)
-        if self.is_packed and self.device.type != "cpu" and not is_meta:
-            self._connect(device_index)
 
-    def _build(self, before: set[Tensor], check: Callable[[], None]) -> None:
+    def _build(
+        self, before: set[Tensor], check: Callable[[], None]
+    ) -> Sequence[Meeting]:
         """Makes the plan together with the other ranks. They compare which parameters are not among those ``before`` a
-        change, so that all replace the same ones. All of them raise an error of ``check``.
+        change, so that all replace the same ones. All of them raise an error of ``check``. Returns how they met.
         """
         config, reader = self.config, self.reader
         if reader is None:
             check()
             config.check()
             _, self.assignments = self._assigned([])
-            return
+            return []
         owners: Owners = {}
         device_type = ""
         own_error = None
@@ -134,7 +136,8 @@ class Engine:
                 device_type = self.device.type
         except Exception as error:
             own_error = error
-        agree(self._meetings(reader, before, device_type), own_error)
+        meetings = self._meetings(reader, before, device_type)
+        agree(meetings, own_error)
         self.plan = make_plan(
             owners,
             self.rank,
@@ -149,6 +152,7 @@ class Engine:
             counters.optimizers += 1
             # The next optimizer's owners start where those of this one stop.
             counters.first_owner += len(members)
+        return meetings
 
     def _assigned(
         self, matrices: Sequence[Matrix]
@@ -202,21 +206,15 @@ class Engine:
                 meetings.append(Meeting(ranks, groups, signatures[ranks]))
         return meetings
 
-    def _connect(self, device_index: int | None) -> None:
+    def _connect(self, meetings: Sequence[Meeting]) -> None:
         """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
-        meetings: list[Meeting] = []
-        # Fewer ranks first, as always.
-        for grid, groups in reversed(self.groups.items()):
-            if groups.several:
-                meetings.append(Meeting(ranks_of(grid), groups.several, ()))
         own_error = None
-        with torch.accelerator.device_index(device_index):
-            try:
-                self.runner.reserve()
-            except Exception as error:
-                own_error = error
-            agree(meetings, own_error)
-            self.runner.connect()
+        try:
+            self.runner.reserve()
+        except Exception as error:
+            own_error = error
+        agree(meetings, own_error)
+        self.runner.connect()
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
