@@ -61,11 +61,10 @@ class Bucket(NamedTuple):
     matrices: list[Matrix]
     # Those that this rank orthogonalizes.
     owned: list[Matrix]
-    # The regions that this rank stores of its row's matrices, in the order of owners. Its own ones come last, and here apart.
+    # The regions that this rank stores of its row's matrices, in the order of owners, but those of its own matrices last.
     held: list[Move]
-    kept: list[Move]
-    # The regions that its peers store of those that it owns, in their order.
-    incoming: list[Move]
+    # The regions of its own matrices: those that it stores itself, and then those of its peers, in their order.
+    gathered: list[Move]
     # The regions that this rank stores of matrices that other rows own.
     elsewhere: list[Move]
     # The ranks of the row and of the column, in ascending order.
@@ -258,21 +257,17 @@ def cut_into_buckets(
     whose sum is close to the busiest owner's own work, or else the one with the shortest sum: four, or as many as keep
     what an owner gathers within bounds, then fewer, then a few more.
     """
-    queues: dict[int, list[Matrix]] = {}
-    heaviest_first = sorted(members, key=lambda m: (-m.flops, m.shape))
-    for matrix in heaviest_first:
-        queues.setdefault(owners[matrix], []).append(matrix)
+    of_owner: dict[int, list[Matrix]] = {}
+    for matrix in sorted(members, key=lambda m: (-m.flops, m.shape)):
+        of_owner.setdefault(owners[matrix], []).append(matrix)
+    # The one with the heaviest matrix first.
+    queues = [*of_owner.values()]
     layout = members[0].layout
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
     largest = max(matrix.numel for matrix in members)
     in_flight = buckets_in_flight(layout.grid, prefetch_count)
-    most_gathered = max(sum(m.numel for m in queue) for queue in queues.values())
-
-    def work_of(queue: Sequence[Matrix]) -> int:
-        return sum(matrix.flops for matrix in queue)
-
-    busiest_first = sorted(queues.values(), key=work_of, reverse=True)
-    busiest = work_of(busiest_first[0])
+    most_gathered = max(sum(matrix.numel for matrix in queue) for queue in queues)
+    busiest = max(sum(matrix.flops for matrix in queue) for queue in queues)
     fewest = math.ceil(most_gathered / (bound + largest))
     # Equal shapes form large batches where nothing travels.
     usual = 1 if is_alone(layout.grid) else MAX_BUCKETS
@@ -282,14 +277,14 @@ def cut_into_buckets(
     more = wanted + math.ceil(wanted / 16), 2 * wanted
     for count in (*range(wanted, fewest - 1, -1), *more):
         total, buckets = _spread(
-            busiest_first, count, in_flight, in_flight * (bound + largest)
+            queues, count, in_flight, in_flight * (bound + largest)
         )
         if total < least:
             shortest, least = buckets, total
         if least <= MAX_STRETCH * busiest:
             break
     # A bucket for each matrix of an owner always fits.
-    return shortest or [[*filter(None, nth)] for nth in zip_longest(*busiest_first)]
+    return shortest or [[*filter(None, nth)] for nth in zip_longest(*queues)]
 
 
 def _spread(
@@ -298,39 +293,35 @@ def _spread(
     """The work of the buckets' busiest owners, added up, and ``count`` buckets, of which an owner gathers at most ``most``
     elements in any ``in_flight`` in a row. The work is infinite if the matrices do not fit.
 
-    Every owner, the busiest one first, puts its matrices, heaviest first, where it has most room below the heights of the
-    owners before it. A second round knows the heights of all.
+    One owner after another puts its matrices, heaviest first, where a bucket becomes least longer, and of such buckets into
+    the one where the owner has least work.
     """
-    total: float = math.inf
-    found: list[list[Matrix]] = []
-    known = [0] * count
-    for _ in range(2):
-        buckets: list[list[Matrix]] = [[] for _ in range(count)]
-        heights = [0] * count
-        for queue in queues:
-            work = [0] * count
-            # The elements that the owner may still gather in the buckets in flight that begin with each one, and in each one.
-            free, room = [most] * count, [most] * count
-            for matrix in queue:
-                fitting = [k for k in range(count) if room[k] >= matrix.numel]
-                if not fitting:
-                    return total, found
-                bucket = max(fitting, key=lambda k: max(known[k], heights[k]) - work[k])
-                buckets[bucket].append(matrix)
-                work[bucket] += matrix.flops
-                first = max(0, bucket - in_flight + 1)
-                for start in range(first, bucket + 1):
-                    free[start] -= matrix.numel
-                for k in range(first, min(count, bucket + in_flight)):
-                    room[k] = min(free[max(0, k - in_flight + 1) : k + 1])
-            heights = [max(both) for both in zip(heights, work)]
-        known = heights
-        while not buckets[-1]:
-            buckets.pop()
-        # An empty bucket between others would not keep them apart.
-        if all(buckets):
-            total, found = sum(heights), buckets
-    return total, found
+    buckets: list[list[Matrix]] = [[] for _ in range(count)]
+    heights = [0] * count
+    for queue in queues:
+        work = [0] * count
+        # The elements that the owner may still gather in the buckets in flight that begin with each one, and in each one.
+        free, room = [most] * count, [most] * count
+        for matrix in queue:
+            fitting = [k for k in range(count) if room[k] >= matrix.numel]
+            if not fitting:
+                return math.inf, []
+            bucket = min(
+                fitting,
+                key=lambda k: (max(0, work[k] + matrix.flops - heights[k]), work[k]),
+            )
+            buckets[bucket].append(matrix)
+            work[bucket] += matrix.flops
+            heights[bucket] = max(heights[bucket], work[bucket])
+            first = max(0, bucket - in_flight + 1)
+            for start in range(first, bucket + 1):
+                free[start] -= matrix.numel
+            for k in range(first, min(count, bucket + in_flight)):
+                room[k] = min(free[max(0, k - in_flight + 1) : k + 1])
+    while not buckets[-1]:
+        buckets.pop()
+    # An empty bucket between others would not keep them apart.
+    return (sum(heights) if all(buckets) else math.inf), buckets
 
 
 # Exchanges
@@ -362,12 +353,12 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         own_last = sorted(grid[of_replica], key=lambda owner: (owner == holder, owner))
         return [move for owner in own_last for move in moves(owner, holder)]
 
-    incoming: list[Move] = []
+    gathered = moves(rank, rank)
     send_sizes, receive_sizes = [0] * len(row), [0] * len(row)
     for place, peer in enumerate(row):
         if peer != rank:
             received = moves(rank, peer)
-            incoming += received
+            gathered += received
             receive_sizes[place] = numel_of(received)
             send_sizes[place] = numel_of(moves(peer, rank))
     elsewhere: list[Move] = []
@@ -382,8 +373,7 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         members,
         owned_by.get(rank, []),
         held_by(rank),
-        moves(rank, rank),
-        incoming,
+        gathered,
         elsewhere,
         row,
         column,

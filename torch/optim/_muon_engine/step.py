@@ -60,13 +60,13 @@ class BucketFlight(InFlight):
     ) -> None:
         super().__init__(bucket.matrices)
         self.bucket, self.groups = bucket, groups
-        # This rank's shards, and later their updates. Only those of its peers' matrices travel in the row.
-        numels = sum(bucket.send_sizes), numel_of(bucket.kept)
-        self.held = torch.empty(sum(numels), dtype=NS_DTYPE, device=device)
-        self._sent, self.kept = self.held.split(numels)
-        # The peers' shards of this rank's matrices, and later their updates.
-        numel = sum(bucket.receive_sizes)
-        self.received = torch.empty(numel, dtype=NS_DTYPE, device=device)
+        numels = numel_of(bucket.held), sum(bucket.receive_sizes)
+        memory = torch.empty(sum(numels), dtype=NS_DTYPE, device=device)
+        # This rank's shards, the peers' shards of its matrices, and later the updates of both.
+        self.held, self._received = memory.split(numels)
+        # Those of its own matrices do not travel in the row.
+        sent = sum(bucket.send_sizes)
+        self._sent, self.gathered = memory.tensor_split([sent])
         # The rounds along the column that have not begun, and those that have.
         self._planned = iter(bucket.rounds)
         self.rounds: list[RoundFlight] = []
@@ -74,12 +74,12 @@ class BucketFlight(InFlight):
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
         send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
-        self._start("gather", self.received, self._sent, receive_sizes, send_sizes)
+        self._start("gather", self._received, self._sent, receive_sizes, send_sizes)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the row, and to receive those of this rank's shards."""
         send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
-        self._start("scatter", self._sent, self.received, send_sizes, receive_sizes)
+        self._start("scatter", self._sent, self._received, send_sizes, receive_sizes)
 
     def _start(
         self,
@@ -245,12 +245,10 @@ class PackedStep:
         """Orthogonalizes this rank's matrices, and starts to send the updates."""
         flight.wait()
         bucket = flight.bucket
-        moves = bucket.kept + bucket.incoming
-        views = _views(flight.kept, bucket.kept)
-        views += _views(flight.received, bucket.incoming)
         # Each matrix's regions and where they are packed.
         parts: dict[Matrix, list[tuple[Region, Tensor]]] = {}
-        for (matrix, region), view in zip(moves, views):
+        views = _views(flight.gathered, bucket.gathered)
+        for (matrix, region), view in zip(bucket.gathered, views):
             parts.setdefault(matrix, []).append((region, view))
         # Momentum without a gradient returns as it came.
         present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
@@ -399,7 +397,7 @@ class PackedStep:
             for index, bucket in enumerate(self._plan.buckets):
                 flight = self._begin(index)
                 # A debugging backend looks for NaN in what is sent.
-                for memory in flight.held, flight.received:
+                for memory in flight.held, flight.gathered:
                     memory.zero_()
                 flight.start_gather()
                 self._finish(flight)
