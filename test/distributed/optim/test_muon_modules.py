@@ -154,7 +154,9 @@ class TestMuonFSDP1(RefusalsTestCase):
             (transposed, transposed, "'0.weight'.*not contiguous"),
         ):
             with self.subTest(pattern=pattern):
-                config = create_auto_config(module=module)
+                # Slices are no flat parameters, whose shapes a group is enough for.
+                group = model.process_group if model is orig else None
+                config = create_auto_config(group, module=module)
                 self.assertRefused(pattern, model.parameters(), config)
         config = create_dtensor_config()
         self.assertRefused("create_auto_config", orig.parameters(), config)
