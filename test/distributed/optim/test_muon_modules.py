@@ -135,9 +135,8 @@ class TestMuonFSDP1(RefusalsTestCase):
                 if self.rank == 2:
                     order = [2, 3, 0, 1, 4, 5] if orig else [0, 2, 1, 3]
                     matrices = [matrices[index] for index in order]
-                pattern = r"ranks disagree.*name is \d\.0\.weight"
                 config = create_auto_config(module=model)
-                self.assertRefused(pattern, matrices, config)
+                self.assertRefused(r"name is \d\.0\.weight", matrices, config)
 
     def test_refusals(self):
         orig, flat = wrap(make_units(), True), wrap(make_units(), False)
@@ -165,8 +164,7 @@ class TestMuonFSDP1(RefusalsTestCase):
             self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
         # Only the units know the groups in which a rank reports its error.
         config, lr = create_auto_config(module=orig), -1.0 if self.rank == 1 else 1.0
-        pattern = "Learning rate should be"
-        self.assertRefused(pattern, orig.parameters(), config, lr=lr)
+        self.assertRefused("Learning rate", orig.parameters(), config, lr=lr)
         # Another optimizer over the same ranks works.
         check_fsdp1(self, True, steps=1)
 
@@ -176,8 +174,7 @@ class TestMuonFSDP1(RefusalsTestCase):
         params = nn.ParameterList([dtensor])
         model = wrap(params, units=None, device_mesh=grid["a"])
         given = model.parameters(), create_auto_config(module=model)
-        pattern = r"'0' of shape .* TP cut"
-        self.assertRefused(pattern, *given, allow_batched_matrices=True)
+        self.assertRefused("'0' of .* TP cut", *given, allow_batched_matrices=True)
 
     def test_parameters_of_others(self):
         """The memory order of parameters that are not Muon's does not matter. A group does not count."""
