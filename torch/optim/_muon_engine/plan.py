@@ -274,8 +274,8 @@ def cut_into_buckets(
     wanted = max(fewest, usual)
     shortest: list[list[Matrix]] = []
     least = math.inf
-    more = wanted + math.ceil(wanted / 16), 2 * wanted
-    for count in (*range(wanted, fewest - 1, -1), *more):
+    more = wanted + math.ceil(wanted / 16)
+    for count in (*range(wanted, fewest - 1, -1), more):
         total, buckets = _spread(
             queues, count, in_flight, in_flight * (bound + largest)
         )
