@@ -183,21 +183,21 @@ def order_of_operations(
         if is_serial or is_alone(grid):
             ahead = later = 0
 
-        def during_compute_or_after(turn: int, step: int, after: tuple) -> tuple:
-            return (1, place, turn, step) if turn <= last else after
+        def add(phase: Phase, turn: int, step: int) -> None:
+            """``step`` orders the operations of a turn, which begins with the compute of its number."""
+            key: tuple = (int(turn >= 0), place, turn, step)
+            if turn > last:
+                # After the last compute, there are only updates to forward and to apply.
+                key = 2, step, place, turn
+            keyed.append((key, Operation(phase, index)))
 
-        gather: tuple = (0, place, k, 0)
-        if k > ahead:
-            gather = (1, place, k - ahead - 1, 3)
-        keyed.append((gather, Operation(Phase.GATHER, index)))
-        keyed.append(((1, place, k, 0), Operation(Phase.COMPUTE, index)))
+        add(Phase.GATHER, k - ahead - 1, 3)
+        add(Phase.COMPUTE, k, 0)
         turn = k + later
         if has_forward(grid):
-            forward = during_compute_or_after(turn, 1, (2, 0, place))
-            keyed.append((forward, Operation(Phase.FORWARD, index)))
+            add(Phase.FORWARD, turn, 1)
             turn += later
-        apply = during_compute_or_after(turn, 2, (2, 1, place, k))
-        keyed.append((apply, Operation(Phase.APPLY, index)))
+        add(Phase.APPLY, turn, 2)
     return [operation for _, operation in sorted(keyed, key=lambda pair: pair[0])]
 
 
