@@ -15,8 +15,9 @@ def default_formulas() -> MuonFormulas:
 def exchange(optimizer: Muon) -> None:
     """The transfers of a step, each after the one before."""
     engine = optimizer._engine
+    device = engine.runner.device
     for bucket in engine.plan.buckets:
-        flight = BucketFlight(bucket, engine.groups[bucket.grid], engine.device)
+        flight = BucketFlight(bucket, engine.groups[bucket.grid], device)
         flight.start_gather()
         flight.wait()
         flight.start_scatter()

@@ -190,7 +190,7 @@ OF_CONFIGS = {
     "own gather_fn": Mistake(lambda build: wrap_functions(build.config, "gather_fn"), "functions of your own is .* on rank 0 and .*gather.* on rank 2"),
     "no assignment": Mistake(assigned(None), "must return a dict .*, not None", TypeError),
     "two owners": Mistake(assigned({0: [0, 1], 1: [1]}), "parameter 1 'w1' .* 2 times, parameter 2 'w2' .* missing", AssertionError),
-    "unknown parameter": Mistake(assigned({0: [0, 1, 2, 3]}), "of 3 parameters.* 3 does not exist", AssertionError),
+    "unknown parameter": Mistake(assigned({0: [0, 1, 2, 3]}), "0 to 2 .* 3 does not exist", AssertionError),
     "unknown owner": Mistake(assigned({0: [0, 1], 9: [2]}), "rank 9.*0 to 3"),
     "owner without a piece": Mistake(assigned({2: [0, 1, 2]}, has_pair=True), r"'w1'.*rank 2.*\[0, 1\]", culprits=range(4)),
     "other owner": Mistake(assigned({3: [0, 1, 2]}), r"'w\d'.*owner is \d on rank 0 and 3 on rank 2"),

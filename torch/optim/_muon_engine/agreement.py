@@ -96,7 +96,7 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
         for meeting in meetings:
             described = (description for description, _ in meeting.signatures)
             with naming("comparison", meeting.ranks, described):
-                problem = _disagreement(meeting, problem) or problem
+                problem = _disagreement(meeting, problem)
     try:
         if own_error is not None:
             raise own_error
@@ -120,9 +120,9 @@ def _disagreement(meeting: Meeting, problem: Exception | None) -> Exception | No
         return None
     own = problem, list(meeting.signatures)
     answers = gathered_along(meeting.groups, own)
-    for reported, _ in answers.values():
-        if reported is not None:
-            return reported
+    for theirs, _ in answers.values():
+        if theirs is not None:
+            return theirs
     everyone = {rank: signatures for rank, (_, signatures) in answers.items()}
     text = first_difference(everyone)
     text = text or "ranks disagree about the parameters that they share"

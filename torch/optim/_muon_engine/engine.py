@@ -44,7 +44,6 @@ from .process_groups import (
     GridGroups,
     listed,
 )
-
 from .step import PackedStep
 
 
@@ -117,7 +116,7 @@ class Engine:
         self, before: set[Tensor], check: Callable[[], None]
     ) -> Sequence[Meeting]:
         """Makes the plan together with the other ranks. They compare which parameters are not among those ``before`` a
-        change, so that all replace the same ones. All of them raise an error of ``check``. Returns how they met.
+        change, so that all replace the same ones. All of them raise an error of ``check``. Returns the meetings.
         """
         config, reader = self.config, self.reader
         if reader is None:

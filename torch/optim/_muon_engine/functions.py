@@ -69,16 +69,16 @@ def call_assign_fn(
         counts.update(indices)
         owner_of.update(dict.fromkeys(indices, rank))
     problems: list[str] = []
+    for index in sorted(counts.keys() - range(len(params))):
+        problems.append(f"parameter {index} does not exist")
     for param in params:
         times = counts[param.index]
         if times != 1:
             verdict = f"assigned {times} times" if times else "missing"
             problems.append(f"{param.described} is {verdict}")
-    for index in counts.keys() - range(len(params)):
-        problems.append(f"parameter {index} does not exist")
     if problems:
         raise AssertionError(
-            f"assign_fn must give each of {len(params)} parameters one owner, but {listed(problems)}"
+            f"assign_fn must give each of parameters 0 to {len(params) - 1} one owner, but {listed(problems)}"
         )
     owners: dict[Matrix, int] = {}
     for matrix in matrices:

@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A rank's message to the others of its groups: its parts, a digest of the values that it stores of each (0 if unknown),
+    """A rank's message to the others of its groups: its parts, a digest of the values that it stores of each (0 if unknown or zero),
     and the ranks of its expert-parallel group.
     """
 
@@ -94,8 +94,8 @@ class Told(NamedTuple):
     ep_ranks: Ranks
 
 
-# Shards and the ranks that hold them: those of one replica, or those of one shard.
-Row = tuple[tuple[Regions, int], ...]
+# The shards of one replica, or the replicas of one shard: regions and the rank that holds them.
+Line = tuple[tuple[Regions, int], ...]
 
 
 def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
@@ -113,8 +113,8 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(texts)}"
 
 
-def _holders(row: Row) -> Ranks:
-    return tuple(holder for _, holder in row)
+def _holders(line: Line) -> Ranks:
+    return tuple(holder for _, holder in line)
 
 
 def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, Layout]:
@@ -138,7 +138,7 @@ def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, L
 
 def _joined(
     rank: int, name: Name, cuts: Cuts, told: Mapping[int, Told]
-) -> tuple[Shape, list[Row]]:
+) -> tuple[Shape, list[Line]]:
     """The shape of what ``rank`` and others have along ``cuts``, and the replicas of it."""
     part = told[rank].parts[name]
     if not cuts:
@@ -147,7 +147,7 @@ def _joined(
         return part.shape, rows
     *inner, cut = cuts
     shapes: list[Shape] = []
-    replicas: dict[int, list[Row]] = {}
+    replicas: dict[int, list[Line]] = {}
     for member in _members(rank, name, cut, told):
         others = told[member].parts[name].cuts[: len(inner)]
         shape, replicas[member] = _joined(member, name, others, told)
@@ -173,10 +173,10 @@ def _joined(
 
 
 def _end_to_end(
-    shapes: Sequence[Shape], replicas: Sequence[Sequence[Row]], dim: int | None
-) -> tuple[Shape, list[Row]]:
+    shapes: Sequence[Shape], replicas: Sequence[Sequence[Line]], dim: int | None
+) -> tuple[Shape, list[Line]]:
     """Shards along ``dim`` as one."""
-    rows: list[Row] = []
+    rows: list[Line] = []
     for row_of_each in zip(*replicas, strict=True):
         start, shards = 0, []
         for shape, row in zip(shapes, row_of_each):
@@ -301,8 +301,9 @@ class GroupsReader(Reader):
         try:
             shown = parts.look_at_fsdp(params) | {*map(group_ranks, of_meshes)}
             tp_group = self.shared.get("tp")
-            is_shown = tp_group is not None and group_ranks(tp_group) in shown
-            self.tp_dims.are_shown = is_shown
+            self.tp_dims.are_shown = (
+                tp_group is not None and group_ranks(tp_group) in shown
+            )
             check()
             if is_first:
                 self._check_indices(len(params))
@@ -374,7 +375,7 @@ class OwnParts:
 
     def look_at_fsdp(self, params: Sequence[Param]) -> set[Ranks]:
         """Reads what FSDP1 manages, and adds its groups, in which this rank must report a later error. Returns the ranks of
-        those over which tensor parallelism had cut what it flattened.
+        each group of tensor parallelism that had cut a tensor before FSDP1 flattened it.
         """
         if self._reader.module is not None:
             self.views = fsdp.views(self._reader.module)
@@ -385,10 +386,10 @@ class OwnParts:
         for param in params:
             if getattr(param.tensor, "_is_flat_param", False):
                 tensors += fsdp.tensors_of(param.tensor)
-        cuts: list[Cut] = []
+        shown: set[Ranks] = set()
         for mesh in {tensor.tp.mesh for tensor in tensors if tensor.tp is not None}:
-            cuts += self._cuts_of({"tp": mesh.get_group()}, {})
-        return {cut.ranks for cut in cuts}
+            shown |= {cut.ranks for cut in self._cuts_of({"tp": mesh.get_group()}, {})}
+        return shown
 
     def _cuts_of(self, groups: Groups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
@@ -542,7 +543,7 @@ class OwnParts:
     def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
         """Adds a ``matrix`` of which this rank has a part."""
         digest, tensor = 0, matrix.param.tensor
-        # A step takes no complex numbers.
+        # There are no integers as large as complex numbers, of which no step takes any.
         has_values = not (tensor.is_meta or tensor.is_complex() or is_dry_run())
         if has_values and any(cut.dim is not None for cut in cuts):
             regions = matrix.layout.regions_of(process_rank())

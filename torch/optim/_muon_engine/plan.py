@@ -236,8 +236,8 @@ def assign_owners(
         heapq.heapify(rows)
         own_work = given[grid] = Counter()
         for matrix in sorted(members, key=lambda m: (-m.flops, -m.numel)):
-            load, distance, in_row = rows[0]
-            heapq.heapreplace(rows, (load + matrix.flops, distance, in_row))
+            row_load, row_distance, in_row = rows[0]
+            heapq.heapreplace(rows, (row_load + matrix.flops, row_distance, in_row))
             load, distance, rank = in_row[0]
             heapq.heapreplace(in_row, (load + matrix.flops, distance, rank))
             owners[matrix] = rank
@@ -260,7 +260,7 @@ def cut_into_buckets(
     of_owner: dict[int, list[Matrix]] = {}
     for matrix in sorted(members, key=lambda m: (-m.flops, m.shape)):
         of_owner.setdefault(owners[matrix], []).append(matrix)
-    # The one with the heaviest matrix first.
+    # The owner of the heaviest matrix first.
     queues = [*of_owner.values()]
     layout = members[0].layout
     bound = max(1, BUCKET_BYTES // NS_DTYPE.itemsize)
@@ -293,8 +293,8 @@ def _spread(
     """The work of the buckets' busiest owners, added up, and ``count`` buckets, of which an owner gathers at most ``most``
     elements in any ``in_flight`` in a row. The work is infinite if the matrices do not fit.
 
-    One owner after another puts its matrices, heaviest first, where a bucket becomes least longer, and of such buckets into
-    the one where the owner has least work.
+    Each owner in turn puts its matrices, heaviest first, into the bucket whose height grows least, and among equals into the
+    one where it has the least work.
     """
     buckets: list[list[Matrix]] = [[] for _ in range(count)]
     heights = [0] * count

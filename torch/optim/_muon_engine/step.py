@@ -52,6 +52,10 @@ class Progress:
         return f"{phase} of {listed(described)}" if phase else ""
 
 
+# Memory, and how many elements of it each rank of a row sends or receives.
+Side = tuple[Tensor, list[int]]
+
+
 class BucketFlight(InFlight):
     """A bucket on its way through a step: the memory that its shards and updates take, and its collectives."""
 
@@ -63,32 +67,25 @@ class BucketFlight(InFlight):
         numels = numel_of(bucket.held), sum(bucket.receive_sizes)
         memory = torch.empty(sum(numels), dtype=NS_DTYPE, device=device)
         # This rank's shards, the peers' shards of its matrices, and later the updates of both.
-        self.held, self._received = memory.split(numels)
-        # Those of its own matrices do not travel in the row.
-        sent = sum(bucket.send_sizes)
-        self._sent, self.gathered = memory.tensor_split([sent])
+        self.held, received = memory.split(numels)
+        # This rank's shards of its own matrices do not travel in the row.
+        sent, self.gathered = memory.tensor_split([sum(bucket.send_sizes)])
+        self._outward = sent, bucket.send_sizes
+        self._inward = received, bucket.receive_sizes
         # The rounds along the column that have not begun, and those that have.
         self._planned = iter(bucket.rounds)
         self.rounds: list[RoundFlight] = []
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
-        send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
-        self._start("gather", self._received, self._sent, receive_sizes, send_sizes)
+        self._start("gather", self._inward, self._outward)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the row, and to receive those of this rank's shards."""
-        send_sizes, receive_sizes = self.bucket.send_sizes, self.bucket.receive_sizes
-        self._start("scatter", self._sent, self._received, send_sizes, receive_sizes)
+        self._start("scatter", self._outward, self._inward)
 
-    def _start(
-        self,
-        name: str,
-        target: Tensor,
-        source: Tensor,
-        target_sizes: list[int],
-        source_sizes: list[int],
-    ) -> None:
+    def _start(self, name: str, receives: Side, sends: Side) -> None:
+        (target, target_sizes), (source, source_sizes) = receives, sends
         if self.groups.row is None:
             return
         # The fake backend refuses an empty side.
@@ -106,7 +103,7 @@ class BucketFlight(InFlight):
         self.launch(name, self.bucket.row, start, target, source)
 
     def start_rounds(self, count: int) -> None:
-        """Starts the next rounds along the column, which exchange the updates of its rows."""
+        """Starts the next rounds along the column, which exchange the updates of all rows."""
         for planned in islice(self._planned, count):
             of_round = RoundFlight(self.matrices)
             self.rounds.append(of_round)
@@ -118,7 +115,8 @@ class RoundFlight(InFlight):
 
     def start(self, planned: Round, flight: BucketFlight) -> None:
         """Starts to send a piece of the updates that this rank has, and to receive those of the other rows."""
-        start, sizes, self.moves = planned
+        start, sizes, moves = planned
+        self.moves = moves
         group: Any = flight.groups.column
         name, column = f"forwarding of {flight.bucket.name}", flight.bucket.column
         own = flight.held.narrow(0, start, sizes[group.rank()])
@@ -155,9 +153,9 @@ class PackedStep:
         self.progress = Progress()
         # Whether ranks know how they differ before anything moves.
         self.awaits_statuses = False
-        self.device = device
+        self.device, self.is_cpu = device, device.type == "cpu"
         self._plan, self._groups = plan, groups
-        # The number of a bucket of the plan -> its memory and its collectives, from its gather until its updates are applied.
+        # The index of a bucket in the plan -> its memory and its collectives, from its gather until its updates are applied.
         self._flights: dict[int, BucketFlight] = {}
         # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
         self.statuses: list[Statuses] = []
@@ -165,10 +163,6 @@ class PackedStep:
             if groups[grid].several:
                 channel = Statuses(shared, groups[grid], device)
                 self.statuses.insert(0, channel)
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self.device.type == "cpu"
 
     def share_statuses(
         self, step: int, inputs: StepInputs | None, has_changed: bool = False
@@ -221,13 +215,14 @@ class PackedStep:
                     self._flights[index].start_rounds(ROUNDS_IN_FLIGHT)
                 else:
                     self._apply_updates(self._flights[index], inputs)
+                    # No name refers to it, so its memory is free.
                     del self._flights[index]
         for statuses in self.statuses:
             statuses.finish()
         self.progress.now = "", ()
 
     def _begin(self, index: int) -> BucketFlight:
-        """Takes the memory of a bucket."""
+        """Makes the flight of a bucket, which takes its memory."""
         bucket = self._plan.buckets[index]
         flight = BucketFlight(bucket, self._groups[bucket.grid], self.device)
         self._flights[index] = flight
@@ -356,7 +351,7 @@ class PackedStep:
         alike: dict[Kind, list[Sequence[Any]]] = {}
         for kind, tensors in entries:
             alike.setdefault(kind, []).append(tensors)
-        most = CACHE_BYTES if self._is_cpu else TOGETHER_BYTES
+        most = CACHE_BYTES if self.is_cpu else TOGETHER_BYTES
         for kind, of_kind in alike.items():
             if inputs.formulas[kind[0]].has_kernels(self.device):
                 # All of them in one launch, which needs no memory of its own.
@@ -397,23 +392,24 @@ class PackedStep:
             for index, bucket in enumerate(self._plan.buckets):
                 flight = self._begin(index)
                 # A debugging backend looks for NaN in what is sent.
-                for memory in flight.held, flight.gathered:
-                    memory.zero_()
+                flight.held.zero_()
+                flight.gathered.zero_()
                 flight.start_gather()
                 self._finish(flight)
                 flight.start_scatter()
                 self._finish(flight)
                 for _ in bucket.rounds:
                     flight.start_rounds(1)
-                    self._finish(flight.rounds.pop())
-                del self._flights[index]
+                    self._finish(flight.rounds[0])
+                    flight.rounds.clear()
+                del self._flights[index], flight
         except BaseException:
             self.drain()
             raise
 
     def _finish(self, flight: InFlight) -> None:
         flight.wait()
-        if not self._is_cpu and torch.accelerator.is_available():
+        if not self.is_cpu and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)
 
 

@@ -17,8 +17,8 @@ class TPDims:
         # Config index -> dimension; None if the user said nothing.
         self.by_index: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.default: int | None = state.get("tp_dim_default")
-        # Whether placements or FSDP1's metadata show which of the parameters that were read last tensor parallelism cut: its group
-        # is that of a dimension of a mesh of theirs.
+        # Whether the group is a mesh dimension of the parameters that were read last, so that their placements, or FSDP1's
+        # metadata, say which of them it cuts.
         self.are_shown = False
 
     def of(self, param: Param) -> int | None:

@@ -234,8 +234,12 @@ def moved_alike(a, b, steps=1, start=None, piece=lambda whole: whole, summed=Fal
 
 
 def as_on_an_accelerator(optimizer):
-    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. The buffers are on the CPU."""
-    for statuses in optimizer._engine.runner.statuses:
+    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
+    the gradients of a bucket together. The buffers are on the CPU.
+    """
+    runner = optimizer._engine.runner
+    runner.is_cpu = False
+    for statuses in runner.statuses:
         statuses.device = torch.device("cuda")
         # Only the first step waits for its statuses.
         statuses.awaits = optimizer._engine.steps == 0
