@@ -569,29 +569,29 @@ class OwnParts:
             self.group_of, key=lambda g: (KINDS.index(g[0]), -len(g[1]), sorted(g[1]))
         )
         groups = [self.group_of[group] for group in order]
-        groups += [group for group in mesh_groups if group.size() > 1]
         matrices: list[Matrix] = []
         try:
-            matrices += checked(self._put_together(order))
+            matrices += checked(self._put_together(groups))
         except Exception as error:
             # Ranks of the grid may see different contradictions, or none.
             self.error = error
+        groups += [group for group in mesh_groups if group.size() > 1]
         agree([Meeting(group_ranks(g), [g], ()) for g in groups], self.error)
         if all(min(ranks) == process_rank() for _, ranks in order):
             for text, named in self._warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
         return matrices
 
-    def _put_together(self, order: Sequence[tuple[str, Ranks]]) -> list[Matrix]:
+    def _put_together(self, groups: Sequence[ProcessGroup]) -> list[Matrix]:
         """The matrices, with the layouts that this rank and those of its groups make of their parts. Raises an error of this
         rank after the exchange.
         """
         rank = process_rank()
         own = self._own if self.error is None else None
-        everyone = {member for _, ranks in order for member in ranks}
+        everyone = {member for group in groups for member in group_ranks(group)}
         described = (matrix.described for matrix in self._found.values())
         with naming("exchange of parts", everyone, described):
-            told = gathered_along([self.group_of[group] for group in order], own)
+            told = gathered_along(groups, own)
         if self.error is not None:
             raise self.error
         if None in told.values():

@@ -84,7 +84,9 @@ class Statuses(InFlight):
         )
         self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
-        self._identity = _identity(groups.serial, matrices)
+        # 32 bits of the optimizer's number over these ranks, and of its names and shapes.
+        names = [(shared_name(m.param, m.name), m.shape) for m in matrices]
+        self._identity = zlib.crc32(repr((groups.serial, names)).encode())
         # Whether the result in ``_host`` is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
@@ -238,9 +240,3 @@ class Statuses(InFlight):
                 # An event alone would record on the current device, which may be another one.
                 stream = torch.accelerator.current_stream(self._table.device)
                 self._copied = stream.record_event(self._copied)
-
-
-def _identity(serial: int, matrices: Sequence[Matrix]) -> int:
-    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
-    names = [(shared_name(m.param, m.name), m.shape) for m in matrices]
-    return zlib.crc32(repr((serial, names)).encode())
