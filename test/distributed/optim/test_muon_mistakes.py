@@ -7,6 +7,7 @@ step. Tests after the tables are about mistakes that are no change of one rank, 
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ def specs():
     return [
         Spec((8, 8), mesh_of(4), (S0,)),
         Spec((8, 5), grid_of(4), (R,), gradients=(Partial(),)),
-        Spec((8, 6), grid_of(2, 2), (R, S0)),
+        Spec((8, 6), grid_of(2, 2), (R, S0), torch.float64),
     ]
 
 
@@ -217,10 +218,12 @@ def set_momentum(buffer):
     return make
 
 
-def mirror_a_replica(twins):
-    """The values are the same, in another order."""
-    replica = local(twins.params[2].detach())
-    replica.copy_(replica.flip(0))
+def changed_replica(change):
+    return in_step(
+        lambda twins: change(local(twins.params[2].detach())),
+        "different values.*: ranks disagree about parameter 2 of shape",
+        steps=(0,),
+    )
 
 
 def replace_all(twins):
@@ -242,7 +245,8 @@ IN_STEPS = {
     "momentum without data": in_step(set_momentum(torch.zeros(8, 8, device="meta")), UNUSABLE, "parameter 0.*momentum buffer has no data"),
     "momentum that is no tensor": in_step(set_momentum(0.5), UNUSABLE, "parameter 0.*momentum buffer must be a Tensor but is a float"),
     "momentum on all ranks": in_step(set_momentum(torch.zeros(6, 8)), r"momentum buffer has shape \(6, 8\)", culprits=range(4)),
-    "values of a replica": in_step(mirror_a_replica, "different values.*: ranks disagree about parameter 2 of shape", steps=(0,)),
+    "values of a replica": changed_replica(lambda replica: replica.copy_(replica.flip(0))),
+    "signs of a replica": changed_replica(torch.Tensor.neg_),
     "replaced parameters": in_step(replace_all, REPLACED, steps=(2,)),
 }  # fmt: skip
 
@@ -401,16 +405,19 @@ class TestMuonMistakesInSteps(MistakesTestCase):
             told = "cannot use.*: parameter 1 of shape"
             mistake = in_step(step, told, f"parameter 1 .*{own}")
             self.assertNothingMoves(step, params, mistake)
-        # Momentum of another placement restarted in every call.
+        # Momentum of another placement, or in channels_last, restarted in every call.
         replicated = place(full(0, (8, 8)), Spec((8, 8), mesh_of(4), (R,)))
-        tensors = [dtensor], [dtensor], [replicated]
-        step = functools.partial(
-            functional_muon,
-            *tensors,
-            **FUNCTIONAL,
-            distributed_config=create_dtensor_config(),
-        )
-        self.assertRaisesEverywhere(step, ValueError, r"bufs\[0\].*placement")
+        kernel = full(0, (4, 6, 3, 3))
+        transposed = kernel.to(memory_format=torch.channels_last)
+        for param, momentum in (dtensor, replicated), (kernel, transposed):
+            step = functools.partial(
+                functional_muon,
+                *([param], [param], [momentum]),
+                **FUNCTIONAL,
+                flatten=momentum is transposed,
+                distributed_config=create_dtensor_config(),
+            )
+            self.assertRaisesEverywhere(step, ValueError, r"bufs\[0\].*placement")
 
 
 # The groups of a grid of two by two, and of all ranks.
@@ -459,6 +466,7 @@ OF_PROCESS_GROUPS = {
     "number": GroupMistake({"ddp": "a", "fsdp": "b"}, "ranks disagree about the number", lambda rank: [(8, 8)] * (1 if rank == CULPRIT else 2)),
     "ddp of some": GroupMistake({"ddp": "a", "fsdp": "b"}, "contradict|shapes", options=lambda rank: {} if rank % 2 else {"ddp_process_group": None}),
     "fsdp of all and ddp": GroupMistake({"fsdp": "all", "ddp": "a"}, "contradict|shapes"),
+    "number of an expert": GroupMistake({"fsdp": "all"}, "expert 0.*disagree about the number", lambda rank: [(8, 8)] * (2 - (rank == CULPRIT)), experts(lambda rank: dict.fromkeys(range(2 - (rank == CULPRIT)), 0))),
     "ids of one ep group": GroupMistake({"ddp": "all", "ep": "b"}, "expert 0.*one ep_process_group.*expert_assignments", options=experts(lambda rank: {0: 0, 1: 1})),
     "ids of one replica": GroupMistake({"ddp": "a", "ep": "b"}, "disagree|contradict", options=experts(lambda rank: {0: rank % 2, 1: 2 + rank % 2} if rank < 2 else {0: rank % 2})),
     "shapes of an expert": GroupMistake({"ddp": "a", "ep": "b"}, r"expert 0.*\(7, 5\).*\(7, 6\)", one_has((7, 5), (7, 6)), experts(lambda rank: {1: rank % 2}), ranks=[0, 2]),
@@ -533,13 +541,17 @@ class TestMuonWarnings(MistakesTestCase):
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
         pattern = "parameter 0.*all ranks hold the same.*ddp_process_group"
         # Zeros are no sign of replicas, and neither is one shard that differs.
-        for values, found in (
-            (full(0, (4, 6)), pattern),
-            (torch.zeros(4, 6), None),
-            (full(int(self.rank == 3), (4, 6)), None),
-        ):
-            with self.assertWarnsOnce(found):
+        for values in torch.zeros(4, 6), full(int(self.rank == 3), (4, 6)):
+            with self.assertWarnsOnce(None):
                 Muon([nn.Parameter(values)], distributed_config=config)
+        # All ranks hear of it if one makes it an error.
+        params = [nn.Parameter(full(0, (4, 6)))]
+        build = functools.partial(Muon, params, distributed_config=config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            self.assertRaisesEverywhere(build, Exception, pattern)
+        with self.assertWarnsOnce(pattern):
+            build()
 
 
 if __name__ == "__main__":

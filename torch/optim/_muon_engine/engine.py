@@ -435,9 +435,11 @@ def step_once(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        if fitting_part(param.tensor, buf, param.traits.grad_dtype) is None:
+        momentum = fitting_part(param.tensor, buf, param.traits.grad_dtype)
+        if momentum is None or (param.flatten and not momentum.is_contiguous()):
             raise ValueError(
-                f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
+                f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter, and be contiguous "
+                "for flatten"
             )
     new = ({"momentum_buffer": buf} for buf in bufs)
     states: dict[Tensor, Any] = dict(zip(params, new, strict=True))

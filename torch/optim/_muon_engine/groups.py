@@ -86,11 +86,12 @@ class Part(NamedTuple):
 
 class Told(NamedTuple):
     """A rank's message to the others of its groups: its parts, a digest of the values that it stores of each (0 if unknown or zero),
-    and the ranks of its expert-parallel group.
+    the number of its parameters of each expert and of none, and the ranks of its expert-parallel group.
     """
 
     parts: dict[Name, Part]
     digests: dict[Name, int]
+    counts: Counter[int | None]
     ep_ranks: Ranks
 
 
@@ -208,7 +209,10 @@ def _members(
             )
     expert, ep_ranks = name[0], told[rank].ep_ranks
     missing = {*cut.ranks} - {*holders}
-    if expert is None and missing:
+    if expert is not None:
+        # A rank has all parameters of an expert, or none.
+        missing = {r for r in missing if r in told and told[r].counts[expert]}
+    if missing:
         raise ValueError(
             f"ranks disagree about the number of parameters that they share: rank {min(missing)} of the same "
             f"{cut.kind}_process_group does not have this one. List the same on both; expert_assignments tells experts apart"
@@ -328,6 +332,8 @@ class GroupsReader(Reader):
             }
             fact = Fact(layout.ranks, matrix.param, matrix.described, fields)
             self.facts.append(fact)
+        # A user may make errors of warnings, which the other ranks must hear of.
+        parts.warn()
         return self._taken(matrices)
 
     def matrices_of(self, param: Param) -> list[Matrix]:
@@ -362,14 +368,12 @@ class OwnParts:
         ep_group = reader.given.get("ep")
         ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         # The message about the matrices that groups share. Equal parts are one object, so that it has each once.
-        self._own = Told({}, {}, ep_ranks)
+        self._own = Told({}, {}, Counter(), ep_ranks)
         self._equal: dict[tuple, Part] = {}
         # Each matrix with this rank's part as its layout.
         self._found: dict[Name, Matrix] = {}
         # Those that groups share, once the parts of all ranks are put together.
         self.joined: list[Matrix] = []
-        # Expert, or None -> how many parameters of it were added. Ranks name the matrices by these numbers.
-        self._counts: Counter[int | None] = Counter()
         # Text -> the matrices that it is about.
         self._warnings: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -409,7 +413,7 @@ class OwnParts:
             raise ValueError(reader.problem)
         self._tp_dims.check(param)
         # Also a stack of which this rank has no matrix.
-        self._counts[param.expert] += 1
+        self._own.counts[param.expert] += 1
         given = reader.given.get("fsdp")
         view = fsdp.view_of(param.tensor, param.described, self.views, given)
         if view is not None:
@@ -543,8 +547,7 @@ class OwnParts:
     def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
         """Adds a ``matrix`` of which this rank has a part."""
         digest, tensor = 0, matrix.param.tensor
-        # There are no integers as large as complex numbers, of which no step takes any.
-        has_values = not (tensor.is_meta or tensor.is_complex() or is_dry_run())
+        has_values = not tensor.is_meta and not is_dry_run()
         if has_values and any(cut.dim is not None for cut in cuts):
             regions = matrix.layout.regions_of(process_rank())
             digest = int(digest_of(regions, local_part(tensor)))
@@ -552,7 +555,7 @@ class OwnParts:
 
     def _add_matrix(self, matrix: Matrix, cuts: Cuts, digest: int = 0) -> None:
         expert = matrix.param.expert
-        name = expert, self._counts[expert], matrix.sub
+        name = expert, self._own.counts[expert], matrix.sub
         self._found[name] = matrix
         if cuts:
             content = matrix.shape, matrix.layout.digest, cuts
@@ -577,10 +580,13 @@ class OwnParts:
             self.error = error
         groups += [group for group in mesh_groups if group.size() > 1]
         agree([Meeting(group_ranks(g), [g], ()) for g in groups], self.error)
-        if all(min(ranks) == process_rank() for _, ranks in order):
+        return matrices
+
+    def warn(self) -> None:
+        """Warns of what looks wrong, on one rank of those that share matrices."""
+        if all(min(ranks) == process_rank() for _, ranks in self.group_of):
             for text, named in self._warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
-        return matrices
 
     def _put_together(self, groups: Sequence[ProcessGroup]) -> list[Matrix]:
         """The matrices, with the layouts that this rank and those of its groups make of their parts. Raises an error of this

@@ -134,11 +134,12 @@ def digest_of(regions: Regions, local: Tensor) -> Tensor:
     """A digest of the bits of the values in ``regions`` of a local tensor: an integer on its device. It knows the rows and
     columns of each value, without memory for another matrix.
     """
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # The sums of larger integers would lose their highest bits.
+    ints = {1: torch.int8, 2: torch.int16}
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for region in regions:
-        values = region.of_local(local)
-        values = values.view(ints[values.itemsize])
+        values = region.of_local(local).contiguous()
+        values = values.view(ints.get(values.itemsize, torch.int32))
         for dim in range(2):
             sums = values.sum(1 - dim, dtype=torch.int64)
             places = torch.arange(1, 2 * len(sums), 2, device=local.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -351,7 +352,7 @@ def too_much(twins, seen):
     for index, param in enumerate(twins.params):
         count = local(param).numel()
         expected += 2 * (
-            param_size(twins.specs[index]) - count if index in own else count
+            math.prod(twins.specs[index].shape) - count if index in own else count
         )
     received = 0
     for call in seen.calls:
@@ -362,7 +363,3 @@ def too_much(twins, seen):
         elif call.name == "broadcast" and call.source != rank:
             received += call.nbytes
     return [] if received == expected else [f"{received} instead of {expected}"]
-
-
-def param_size(spec):
-    return torch.Size(spec.shape).numel()

@@ -82,19 +82,17 @@ class Config(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The name of a method of the Player, which then makes a step. A number n has matrix m if its bit m % 8 is set."""
+    """The name of a method of the Player, which then makes a step."""
 
     action: str
     argument: Any = None
-    # The matrices that the action is about, and those without gradients in the step.
+    # The matrices that the action is about, and those without gradients in the step: matrix m has bit m % 8.
     changed: int = 0
     missing: int = 0
 
-    def has(self, number: int) -> bool:
-        return bool(self.changed >> number % 8 & 1)
 
-    def misses(self, number: int) -> bool:
-        return bool(self.missing >> number % 8 & 1)
+def has(matrices: int, number: int) -> bool:
+    return bool(matrices >> number % 8 & 1)
 
 
 class Plan(NamedTuple):

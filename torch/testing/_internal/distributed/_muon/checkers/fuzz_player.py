@@ -23,6 +23,7 @@ from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     device_mesh,
     Event,
+    has,
     Matrix,
     Plan,
     WORLD,
@@ -255,7 +256,7 @@ class Player:
                 getattr(self, event.action)(event)
                 if self.twins is not None:
                     numbers = enumerate(self.twins.numbers)
-                    self.twins.step([i for i, n in numbers if event.misses(n)])
+                    self.twins.step([i for i, n in numbers if has(event.missing, n)])
                     problems += self.twins.problems()
             except Exception:
                 problems.append(traceback.format_exc())
@@ -276,7 +277,7 @@ class Player:
         change.
         """
         numbers = list(range(len(self.matrices)))
-        some = [number for number in numbers if event.has(number)]
+        some = [number for number in numbers if has(event.changed, number)]
         return some if self.holders(some) == self.holders(numbers) else numbers
 
     def holders(self, numbers: Any) -> set[int]:
