@@ -132,7 +132,7 @@ class Layout:
 
 def digest_of(regions: Regions, local: Tensor) -> Tensor:
     """A digest of the bits of the values in ``regions`` of a local tensor: an integer on its device. It knows the rows and
-    columns of each value, without memory for another matrix.
+    columns of each value, and takes memory for one region at most.
     """
     # The sums of larger integers would lose their highest bits.
     ints = {1: torch.int8, 2: torch.int16}
