@@ -27,7 +27,6 @@ from .inputs import StepInputs
 from .params import (
     device_of,
     drop_misshapen_momentum,
-    fitting_part,
     inherit_momentum,
     Matrix,
     Param,
@@ -435,8 +434,7 @@ def step_once(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     for i, (param, buf) in enumerate(zip(live, bufs, strict=True)):
         # A step would replace a buffer that does not fit, and the caller would not see its new values.
-        momentum = fitting_part(param.tensor, buf, param.traits.grad_dtype)
-        if momentum is None or (param.flatten and not momentum.is_contiguous()):
+        if param.part_of_momentum(buf, param.traits.grad_dtype) is None:
             raise ValueError(
                 f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter, and be contiguous "
                 "for flatten"

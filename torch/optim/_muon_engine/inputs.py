@@ -63,16 +63,13 @@ class ParamInputs:
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
         self.local = local_part(tensor)
-        momentum = fitting_part(tensor, buffer, dtype)
+        momentum = param.part_of_momentum(buffer, dtype)
         if momentum is None:
             # The other ranks wait for this one, so they must hear of a problem first.
             self.problem = problem_with_momentum(tensor, buffer)
             self._is_misfit = True
             # A step that moves nothing does not read it.
             momentum = local_part(self._new_momentum())
-        elif param.flatten and not momentum.is_contiguous():
-            # A checkpoint may bring it in channels_last.
-            self._is_misfit = True
         self.momentum = momentum
         # None until ``place`` if it does not fit.
         self.gradient = fitting_part(tensor, gradient, momentum.dtype)

@@ -184,6 +184,14 @@ class Param:
         # Whether ranks hold contributions to a sum.
         self.is_sum = is_sum(self.tensor)
 
+    def part_of_momentum(self, buffer: Any, dtype: torch.dtype | None) -> Tensor | None:
+        """This rank's part of a momentum ``buffer``, if a step can take it without a change; None for another one."""
+        part = fitting_part(self.tensor, buffer, dtype)
+        if part is not None and self.flatten and not part.is_contiguous():
+            # A checkpoint may bring it in channels_last.
+            return None
+        return part
+
     @property
     def place_of_expert(self) -> int:
         """The place of its expert in the order of all ranks. Experts come last, by their ids."""
