@@ -135,7 +135,7 @@ class TestMuonErrors(MuonTestCase):
     def test_overlapping_assignment_raises(self):
         # Parameter 0 stands twice, and 3 nowhere.
         self.assertRefused(
-            {0: [0, 1], 1: [0, 2]}, "0 .* 2 times, parameter 3 .* missing"
+            {0: [0, 1], 1: [0, 2]}, "parameter 0 .* 2 times, parameter 3 .* missing"
         )
         self.assertRefused({0: [0, 0, 1], 1: [2, 3]}, "parameter 0 .* 2 times")
 
