@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from . import process_groups
-from .process_groups import device_of_group, naming, Ranks
+from .process_groups import device_of_group, naming
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
@@ -57,9 +57,8 @@ def differences(reduced: Tensor) -> Tensor:
 
 
 class Meeting(NamedTuple):
-    """Ranks that compare what they share. They meet in each of their ``groups``, one after another."""
+    """What the ranks that meet in each of these ``groups``, one after another, compare."""
 
-    ranks: Ranks
     groups: Sequence[ProcessGroup]
     signatures: Sequence[Signature]
 
@@ -95,7 +94,7 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
     with unset_fake_temporarily():
         for meeting in meetings:
             described = (description for description, _ in meeting.signatures)
-            with naming("comparison", meeting.ranks, described):
+            with naming("comparison", meeting.groups, described):
                 problem = _disagreement(meeting, problem)
     try:
         if own_error is not None:

@@ -52,7 +52,8 @@ class Reader:
         # The groups that may be those of a grid's ranks, from the parameters that were read last.
         self.candidates: list[dist.ProcessGroup] = []
         self.layouts: Layouts = {}
-        # Index -> the parameter that was read last, and its matrices on this rank.
+        # Index -> the parameter that was read last, and its matrices on this rank. Parameters are in the order of all ranks:
+        # experts last, by their ids.
         self.params: dict[int, Param] = {}
         self.by_param: dict[int, list[Matrix]] = {}
 
@@ -64,13 +65,13 @@ class Reader:
 
     def _begin(self, params: Sequence[Param]) -> None:
         """Forgets the parameters that were read before."""
-        self.params, self.by_param = {}, {}
-        # Another mesh may get the address of a former one.
-        self.layouts = {}
         for param in params:
             param.expert = self.experts.get(param.config_index)
-            self.params[param.index] = param
-        self.read_meshes(params)
+        ordered = sorted(params, key=lambda param: param.place_of_expert)
+        self.params, self.by_param = {param.index: param for param in ordered}, {}
+        # Another mesh may get the address of a former one.
+        self.layouts = {}
+        self.read_meshes(ordered)
 
     def read_meshes(self, params: Sequence[Param]) -> None:
         """Takes the facts about DTensors, and their meshes' groups. It reads no layout, so each rank has this even if it
@@ -93,7 +94,7 @@ class Reader:
             self.groups_of.setdefault(ranks_of[mesh], several)
             self.candidates += groups
         self.facts = []
-        for param, mesh in sorted(placed, key=lambda of: of[0].place_of_expert):
+        for param, mesh in placed:
             fields = {
                 "name": shared_name(param, param.name),
                 "shape": str(tuple(param.tensor.shape)),
@@ -111,7 +112,7 @@ class Reader:
         self._begin(params)
         check()
         matrices: list[Matrix] = []
-        for param in params:
+        for param in self.params.values():
             matrices += self.matrices_of(param)
         return self._taken(checked(matrices))
 

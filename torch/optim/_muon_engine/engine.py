@@ -38,10 +38,10 @@ from .params import (
 from .plan import make_plan, Owners, Plan
 from .process_groups import (
     CollectiveError,
-    counters_of,
     grid_groups,
     GridGroups,
     listed,
+    matrices_before,
 )
 from .step import PackedStep
 
@@ -101,8 +101,8 @@ class Engine:
                 meetings = self._build(before, check_all)
             if self.is_packed and self.device.type != "cpu" and not is_meta:
                 self._connect(meetings)
-        # In the order of all ranks: experts last, by their ids.
-        self.ordered = sorted(params, key=lambda param: param.place_of_expert)
+        # In the order of all ranks.
+        self.ordered = [*self.reader.params.values()] if self.reader else params
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
@@ -142,14 +142,12 @@ class Engine:
             config.prefetch_count,
             one_at_a_time=not config.async_gpu_parallelism,
         )
+        before_this = matrices_before()
         for grid, members in self.plan.members.items():
-            counters = counters_of(grid)
+            serial = before_this.get(grid, 0)
             if self.is_packed:
-                serial = counters.optimizers
                 self.groups[grid] = grid_groups(grid, reader.candidates, serial)
-            counters.optimizers += 1
-            # The next optimizer's owners start where those of this one stop.
-            counters.first_owner += len(members)
+            before_this[grid] = serial + len(members)
         return meetings
 
     def _assigned(
@@ -201,7 +199,7 @@ class Engine:
         meetings: list[Meeting] = []
         for ranks in sorted(signatures, key=lambda ranks: (len(ranks), ranks)):
             if groups := reader.groups_of[ranks]:
-                meetings.append(Meeting(ranks, groups, signatures[ranks]))
+                meetings.append(Meeting(groups, signatures[ranks]))
         return meetings
 
     def _connect(self, meetings: Sequence[Meeting]) -> None:
@@ -340,9 +338,9 @@ class Engine:
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
                 runner.run(inputs)
-            _increment_versions(inputs)
             if problem:
                 raise RuntimeError(problem)
+            _increment_versions(inputs)
         except BaseException as error:
             runner.drain()
             if others_may_go_on:
@@ -403,9 +401,7 @@ def _increment_versions(inputs: StepInputs) -> None:
     """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
     written: list[Tensor] = []
     for of_param in inputs.params:
-        if of_param is None or of_param.user_gradient is None:
-            continue
-        if of_param.param.is_dtensor:
+        if of_param is not None and of_param.user_gradient is not None:
             written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
 

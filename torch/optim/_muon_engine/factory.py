@@ -19,7 +19,7 @@ from .dtensors import matrices_of_dtensor, mesh_ranks, Reader
 from .inputs import cut_out
 from .params import device_of, local_part, Matrix, Param, summed
 from .plan import assign_owners, Owners
-from .process_groups import counters_of, process_rank, spanning_group
+from .process_groups import matrices_before, process_rank, spanning_group
 
 
 # Entries of a config's state: the matrices while an engine calls an ``assign_fn``, the step that calls the
@@ -127,7 +127,7 @@ def choose_owners(
     param_count: int, matrices: Sequence[Matrix]
 ) -> tuple[Owners, dict[int, list[int]]]:
     """One owner for each matrix, and the parameter indices of each rank that shares one with this rank."""
-    owners = assign_owners(matrices, lambda grid: counters_of(grid).first_owner)
+    owners = assign_owners(matrices, matrices_before())
     sharing = {matrix.layout.ranks for matrix in matrices}
     owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
@@ -173,19 +173,18 @@ def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
     reader.check_tp_dim(param)
     matrices = reader.by_param.get(index, [])
     is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
-    # Outside of a step, shapes may have changed. A copy of FSDP1's flat piece cannot tell its shape.
-    is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
-    is_as_read = bool(matrices) and (in_step or is_copy)
+    # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own.
+    is_as_read = is_like and (in_step or tensor.ndim == 1)
     if param.is_dtensor:
         matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
-    elif not is_as_read or (len(matrices) == 1 and not is_like):
+    elif not is_as_read:
         matrices = reader.matrices_of(param)
     if len(matrices) > 1 and tensor.ndim < 3:
         raise ValueError(
             f"parameter {index} holds {len(matrices)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
         )
-    # A step's own piece is like the parameter, and as large. It must not outlive the step.
-    if not (in_step and is_like):
+    # The piece of a step must not outlive it.
+    if not is_as_read:
         reader.by_param[index] = matrices
     if param.is_sum:
         tensor = summed(tensor)

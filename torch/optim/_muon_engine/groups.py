@@ -311,7 +311,7 @@ class GroupsReader(Reader):
             check()
             if is_first:
                 self._check_indices(len(params))
-            for param in params:
+            for param in self.params.values():
                 parts.add(param)
         except Exception as error:
             # The other ranks are on their way into the exchange, so they hear of it there.
@@ -322,7 +322,7 @@ class GroupsReader(Reader):
         for grid in sorted({m.layout.grid for m in parts.joined}, key=place_in_order):
             groups = grid_groups(grid, self.candidates).several
             self.groups_of.setdefault(ranks_of(grid), groups)
-        for matrix in sorted(parts.joined, key=lambda m: m.param.place_of_expert):
+        for matrix in parts.joined:
             layout = matrix.layout
             fields = {
                 "name": shared_name(matrix.param, matrix.name),
@@ -579,7 +579,7 @@ class OwnParts:
             # Ranks of the grid may see different contradictions, or none.
             self.error = error
         groups += [group for group in mesh_groups if group.size() > 1]
-        agree([Meeting(group_ranks(g), [g], ()) for g in groups], self.error)
+        agree([Meeting([g], ()) for g in groups], self.error)
         return matrices
 
     def warn(self) -> None:
@@ -594,9 +594,8 @@ class OwnParts:
         """
         rank = process_rank()
         own = self._own if self.error is None else None
-        everyone = {member for group in groups for member in group_ranks(group)}
         described = (matrix.described for matrix in self._found.values())
-        with naming("exchange of parts", everyone, described):
+        with naming("exchange of parts", groups, described):
             told = gathered_along(groups, own)
         if self.error is not None:
             raise self.error

@@ -50,8 +50,6 @@ class ParamInputs:
         self.user_gradient = gradient
         # Why the momentum or the gradient cannot be used.
         self.problem = ""
-        # Whether the momentum in the state does not fit the parameter.
-        self._is_misfit = False
         # The dtype that the momentum must have; None for any.
         dtype = param.traits.grad_dtype
         if dtype is None and gradient is not None:
@@ -63,19 +61,17 @@ class ParamInputs:
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
         self.local = local_part(tensor)
-        momentum = param.part_of_momentum(buffer, dtype)
-        if momentum is None:
-            # The other ranks wait for this one, so they must hear of a problem first.
+        # Both are None until ``place`` if they do not fit. The other ranks wait for this one, so they must hear of a
+        # problem first.
+        self.momentum: Any = param.part_of_momentum(buffer, dtype)
+        self.gradient = fitting_part(tensor, gradient, dtype)
+        if self.momentum is None:
             self.problem = problem_with_momentum(tensor, buffer)
-            self._is_misfit = True
-            # A step that moves nothing does not read it.
-            momentum = local_part(self._new_momentum())
-        self.momentum = momentum
-        # None until ``place`` if it does not fit.
-        self.gradient = fitting_part(tensor, gradient, momentum.dtype)
-        lacks_gradient = gradient is not None and self.gradient is None
-        if lacks_gradient and not self.problem:
+        if gradient is not None and self.gradient is None and not self.problem:
             self.problem = problem_with(tensor, gradient)
+        if self.problem:
+            # The other ranks may go on, and receive defined values.
+            self.momentum = local_part(self._new_momentum())
 
     def _new_momentum(self) -> Tensor:
         tensor = self.param.tensor
@@ -86,7 +82,7 @@ class ParamInputs:
         """Brings momentum and gradient to the placement of the parameter, if need be by collectives of DTensor's, and to
         one dtype. The momentum goes to the state. With the option ``flatten``, both are contiguous.
         """
-        if self._is_misfit:
+        if self.momentum is None:
             buffer = self.state["momentum_buffer"]
             dtype = self._momentum_dtype
             buffer = fitting_momentum(self.param.tensor, buffer, dtype)

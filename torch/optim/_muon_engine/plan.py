@@ -5,7 +5,7 @@ the matrices.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple
@@ -205,12 +205,12 @@ def order_of_operations(
 
 
 def assign_owners(
-    matrices: Sequence[Matrix], start: Callable[[Grid], int] = lambda grid: 0
+    matrices: Sequence[Matrix], starts: Mapping[Grid, int] = {}
 ) -> Owners:
     """One owner for each matrix, out of the ranks of its grid; the first one for a frozen matrix.
 
-    Heaviest first, each to the row with the least work, and in it to the rank with the least work. Ties begin at place
-    ``start`` of the grid. A grid counts the work of its ranks in grids that contain it. It counts no other work, in which
+    Heaviest first, each to the row with the least work, and in it to the rank with the least work. Ties begin at the place
+    of the grid in ``starts``. A grid counts the work of its ranks in grids that contain it. It counts no other work, in which
     its ranks differ.
     """
     owners = {matrix: matrix.layout.ranks[0] for matrix in matrices}
@@ -223,7 +223,7 @@ def assign_owners(
             if {*ranks} <= {*ranks_of(other)}:
                 for rank in ranks:
                     loads[rank] += work[rank]
-        first_row, first_shard = divmod(start(grid) % len(ranks), len(grid[0]))
+        first_row, first_shard = divmod(starts.get(grid, 0) % len(ranks), len(grid[0]))
         # Each row with its work and its ranks, and each rank with its work. The distances from the start decide ties.
         rows: list[tuple[int, int, list[tuple[int, int, int]]]] = []
         for place, row in enumerate(grid):

@@ -5,7 +5,6 @@ errors.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -104,17 +103,11 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
         world.bound_device_id, c10d._process_group_name = device, name_of
 
 
-@dataclass
-class Counters:
-    """The number of the next optimizer over a grid of ranks, and the place where its owners start."""
-
-    optimizers: int = 0
-    first_owner: int = 0
-
-
-def counters_of(grid: tuple[Ranks, ...]) -> Counters:
-    """The counters that all optimizers over ``grid`` share. The first call makes them."""
-    return of_world("counters").setdefault(grid, Counters())
+def matrices_before() -> dict[tuple[Ranks, ...], int]:
+    """Grid -> how many matrices the optimizers have that were built over it. Their number names the next optimizer there,
+    and is the place where its owners start.
+    """
+    return of_world("matrices")
 
 
 def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
@@ -125,8 +118,8 @@ def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
 
 
 class GridGroups(NamedTuple):
-    """The groups of a grid in which this rank is: its row and its column; None for this rank alone. ``serial`` is the number
-    of an optimizer among those over the grid.
+    """The groups of a grid in which this rank is: its row and its column; None for this rank alone. ``serial`` tells an
+    optimizer from others over the grid.
     """
 
     row: ProcessGroup | None
@@ -190,15 +183,18 @@ class CollectiveError(RuntimeError):
 
 
 @contextmanager
-def naming(name: str, ranks: Iterable[int], carried: Iterable[str]) -> Iterator[None]:
-    """Names a collective among ``ranks`` in the backend's error, and the matrices or parameters that it ``carried``."""
+def naming(
+    name: str, groups: Iterable[ProcessGroup], carried: Iterable[str]
+) -> Iterator[None]:
+    """Names a collective in ``groups`` in the backend's error, and the matrices or parameters that it ``carried``."""
     try:
         yield
     except OWN_ERRORS:
         raise
     except RuntimeError as error:
+        ranks = sorted({rank for group in groups for rank in group_ranks(group)})
         raise CollectiveError(
-            f"the {name}, with {listed([*carried])}, among ranks {[*ranks]} failed. One of these ranks ended, failed before it, did "
+            f"the {name}, with {listed([*carried])}, among ranks {ranks} failed. One of these ranks ended, failed before it, did "
             f"not build its Muon or call step() within the timeout, or changed its parameters alone: {error}"
         ) from error
 
@@ -208,23 +204,23 @@ class InFlight:
 
     def __init__(self, matrices: Sequence[Any]) -> None:
         self.matrices = matrices
-        # For errors, the name and the ranks of each; its handle; and what refers to its memory until it is waited for.
-        self.works: list[tuple[str, Ranks, Any, Any]] = []
+        # For errors, the name and the group of each; its handle; and what refers to its memory until it is waited for.
+        self.works: list[tuple[str, ProcessGroup, Any, Any]] = []
 
     def launch(
-        self, name: str, ranks: Ranks, start: Callable[..., Any], *tensors: Any
+        self, name: str, group: ProcessGroup, start: Callable[..., Any], *tensors: Any
     ) -> None:
-        """Calls ``start(*tensors)``. The tensors must not be touched until :meth:`wait`."""
-        with self._naming(name, ranks):
-            work = start(*tensors)
+        """Starts a collective of ``tensors`` in ``group``. They must not be touched until :meth:`wait`."""
+        with self._naming(name, group):
+            work = start(*tensors, group=group, async_op=True)
         if work is not None:
-            self.works.append((name, ranks, work, tensors))
+            self.works.append((name, group, work, tensors))
 
     def wait(self) -> None:
         """Waits for all of them. Raises CollectiveError if one failed."""
         while self.works:
-            name, ranks, work, _ = self.works.pop(0)
-            with self._naming(name, ranks):
+            name, group, work, _ = self.works.pop(0)
+            with self._naming(name, group):
                 work.wait()
 
     def drain(self) -> None:
@@ -235,5 +231,5 @@ class InFlight:
             with suppress(Exception):
                 self.wait()
 
-    def _naming(self, name: str, ranks: Ranks) -> AbstractContextManager:
-        return naming(name, ranks, (matrix.described for matrix in self.matrices))
+    def _naming(self, name: str, group: ProcessGroup) -> AbstractContextManager:
+        return naming(name, [group], (matrix.described for matrix in self.matrices))

@@ -170,8 +170,7 @@ def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
         left, right = column_place[column], column_place[column + width]
         holders[first:last, left:right] += 1
         numel += height * width
-    if (holders > 1).any():
-        return "its pieces overlap"
-    if (max(rows), max(columns)) != shape or (holders == 0).any():
-        return f"its pieces hold {numel} of {math.prod(shape)} elements"
-    return ""
+    whole = math.prod(shape)
+    if numel == whole and (holders == 1).all():
+        return ""
+    return f"its pieces hold {numel} of {whole} elements: they overlap or leave gaps"

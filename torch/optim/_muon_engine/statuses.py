@@ -24,7 +24,7 @@ from .agreement import (
 )
 from .inputs import Status, StepInputs
 from .params import Matrix, shared_name
-from .process_groups import GridGroups, group_ranks, InFlight, is_dry_run, listed
+from .process_groups import GridGroups, InFlight, is_dry_run, listed
 from .regions import digest_of
 
 
@@ -124,10 +124,8 @@ class Statuses(InFlight):
             # On accelerators, only the device waits for the row.
             self.wait()
             for table in self._table:
-                start = partial(
-                    dist.all_reduce, op=dist.ReduceOp.MAX, group=group, async_op=True
-                )
-                self.launch("all-reduce of statuses", group_ranks(group), start, table)
+                start = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
+                self.launch("all-reduce of statuses", group, start, table)
 
     def difference(self, inputs: StepInputs | None = None) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
@@ -187,7 +185,7 @@ class Statuses(InFlight):
         own: list[Signature] = []
         for matrix in self.matrices:
             own.append((matrix.described, inputs.formulas_of(matrix).option_texts()))
-        meeting = Meeting(self.matrices[0].layout.ranks, self._groups.several, own)
+        meeting = Meeting(self._groups.several, own)
         return f": {self._compared([meeting])}"
 
     def _other_values(self, inputs: StepInputs) -> str:
@@ -206,7 +204,7 @@ class Statuses(InFlight):
         # The column first: the other columns must hear of a difference.
         for group in reversed(self._groups.several):
             compared = own if group is self._groups.column else ()
-            meetings.append(Meeting(group_ranks(group), [group], compared))
+            meetings.append(Meeting([group], compared))
         text = self._compared(meetings)
         if text:
             return f"{_OTHER_VALUES}: {text}"

@@ -96,11 +96,9 @@ class BucketFlight(InFlight):
             dist.all_to_all_single,
             output_split_sizes=target_sizes,
             input_split_sizes=source_sizes,
-            group=self.groups.row,
-            async_op=True,
         )
         name = f"{name} of {self.bucket.name}"
-        self.launch(name, self.bucket.row, start, target, source)
+        self.launch(name, self.groups.row, start, target, source)
 
     def start_rounds(self, count: int) -> None:
         """Starts the next rounds along the column, which exchange the updates of all rows."""
@@ -118,26 +116,23 @@ class RoundFlight(InFlight):
         start, sizes, moves = planned
         self.moves = moves
         group: Any = flight.groups.column
-        name, column = f"forwarding of {flight.bucket.name}", flight.bucket.column
+        name = f"forwarding of {flight.bucket.name}"
         own = flight.held.narrow(0, start, sizes[group.rank()])
         # A piece of the updates of each row.
         self.received = own.new_empty(sum(sizes))
         pieces = self.received.split(sizes)
         if not own.is_cpu and group._get_backend(own.device).name() != "gloo":
             # One call, which NCCL makes as a group of broadcasts.
-            def gather(own: Tensor, *pieces: Tensor) -> Any:
-                return dist.all_gather([*pieces], own, group=group, async_op=True)
+            def gather(own: Tensor, *pieces: Tensor, **options: Any) -> Any:
+                return dist.all_gather([*pieces], own, **options)
 
-            self.launch(name, column, gather, own, *pieces)
+            self.launch(name, group, gather, own, *pieces)
             return
         # Gloo has no all-gather of different sizes.
         pieces[group.rank()].copy_(own)
-        for peer, piece in zip(column, pieces):
+        for peer, piece in zip(flight.bucket.column, pieces):
             if piece.numel():
-                broadcast = partial(
-                    dist.broadcast, src=peer, group=group, async_op=True
-                )
-                self.launch(name, column, broadcast, piece)
+                self.launch(name, group, partial(dist.broadcast, src=peer), piece)
 
 
 # The parameter group of some tensors, and the other properties that tensors of one call share.
