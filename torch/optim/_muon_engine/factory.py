@@ -53,13 +53,57 @@ def _assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]
 
 
 def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
-    """The whole tensor of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
-    index = state.get("current_param_idx", 0)
-    return whole(_reader(state), tensor, index, in_step=STEP in state)
+    """The whole tensor of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it. ``tensor`` is this
+    rank's piece.
+    """
+    index, reader = state.get("current_param_idx", 0), _reader(state)
+    param = reader.as_param(tensor, index)
+    reader.check_tp_dim(param)
+    matrices = reader.by_param.get(index, [])
+    is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
+    # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own.
+    is_as_read = is_like and (STEP in state or tensor.ndim == 1)
+    if param.is_dtensor:
+        matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
+    elif not is_as_read:
+        matrices = reader.matrices_of(param)
+    if len(matrices) > 1 and tensor.ndim < 3:
+        raise ValueError(
+            f"parameter {index} holds {len(matrices)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
+        )
+    # The piece of a step must not outlive it.
+    if not is_as_read:
+        reader.by_param[index] = matrices
+    if param.is_sum:
+        tensor = summed(tensor)
+    piece, shape = local_part(tensor), shape_of(reader, index)
+    # The ranks of a mesh may have different matrices of a stack.
+    mesh = getattr(tensor, "device_mesh", None)
+    ranks = mesh_ranks(mesh) if mesh else matrices[0].layout.ranks
+    if len(ranks) == 1:
+        return piece.reshape(shape)
+    if not reader.candidates:
+        # No engine has read this parameter.
+        reader.read_meshes([param])
+    group = spanning_group(ranks, reader.candidates)
+    # Objects travel on the current device, which DDP does not ask its users to set.
+    with torch.accelerator.device_index(device_of([tensor], [group]).index):
+        # A copy, because pickling a view would send all of its storage.
+        pieces = gathered_along([group], piece.flatten().clone().cpu())
+    # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
+    full = piece.new_zeros(shape)
+    for matrix in matrices:
+        first_replicas, *_ = matrix.layout.grid
+        for rank, regions in zip(first_replicas, matrix.layout.shards):
+            # A matrix without elements has no regions.
+            for region in regions:
+                target = full.view(-1, *matrix.shape)[matrix.sub]
+                region.of_matrix(target).copy_(region.of_local(pieces[rank]))
+    return full
 
 
 def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:
-    """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
+    """This rank's piece of the whole ``tensor``, cut without communication; in ``step()``, of the owner's."""
     index, reader = state.get("current_param_idx", 0), _reader(state)
     if tensor is not None:
         reader.check_tp_dim(reader.as_param(tensor, index))
@@ -69,7 +113,18 @@ def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Te
         raise ValueError(
             "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
         )
-    return piece(reader, tensor, index)
+    matrices = reader.by_param.get(index, [])
+    if not matrices and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
+        )
+    if not matrices:
+        return tensor
+    if tensor.shape != shape_of(reader, index):
+        raise ValueError(
+            f"redistribute_fn takes the whole parameter {index} of shape {tuple(shape_of(reader, index))}, not {tuple(tensor.shape)}"
+        )
+    return cut_out(matrices, tensor, matrices[0].param.tensor)
 
 
 _FUNCTIONS = {"assign": _assign, "gather": _gather, "redistribute": _redistribute}
@@ -165,66 +220,3 @@ def shape_of(reader: Reader, index: int) -> torch.Size:
     if matrix.param.flatten:
         outer, inner = (), shape[2:]
     return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
-
-
-def whole(reader: Reader, tensor: Tensor, index: int, in_step: bool) -> Tensor:
-    """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
-    param = reader.as_param(tensor, index)
-    reader.check_tp_dim(param)
-    matrices = reader.by_param.get(index, [])
-    is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
-    # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own.
-    is_as_read = is_like and (in_step or tensor.ndim == 1)
-    if param.is_dtensor:
-        matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
-    elif not is_as_read:
-        matrices = reader.matrices_of(param)
-    if len(matrices) > 1 and tensor.ndim < 3:
-        raise ValueError(
-            f"parameter {index} holds {len(matrices)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
-        )
-    # The piece of a step must not outlive it.
-    if not is_as_read:
-        reader.by_param[index] = matrices
-    if param.is_sum:
-        tensor = summed(tensor)
-    piece, shape = local_part(tensor), shape_of(reader, index)
-    # The ranks of a mesh may have different matrices of a stack.
-    mesh = getattr(tensor, "device_mesh", None)
-    ranks = mesh_ranks(mesh) if mesh else matrices[0].layout.ranks
-    if len(ranks) == 1:
-        return piece.reshape(shape)
-    if not reader.candidates:
-        # No engine has read this parameter.
-        reader.read_meshes([param])
-    group = spanning_group(ranks, reader.candidates)
-    # Objects travel on the current device, which DDP does not ask its users to set.
-    with torch.accelerator.device_index(device_of([tensor], [group]).index):
-        # A copy, because pickling a view would send all of its storage.
-        pieces = gathered_along([group], piece.flatten().clone().cpu())
-    # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-    full = piece.new_zeros(shape)
-    for matrix in matrices:
-        first_replicas, *_ = matrix.layout.grid
-        for rank, regions in zip(first_replicas, matrix.layout.shards):
-            # A matrix without elements has no regions.
-            for region in regions:
-                target = full.view(-1, *matrix.shape)[matrix.sub]
-                region.of_matrix(target).copy_(region.of_local(pieces[rank]))
-    return full
-
-
-def piece(reader: Reader, full: Tensor, index: int) -> Tensor:
-    """This rank's piece of the tensor ``full``, cut without communication."""
-    matrices = reader.by_param.get(index, [])
-    if not matrices and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
-        )
-    if not matrices:
-        return full
-    if full.shape != shape_of(reader, index):
-        raise ValueError(
-            f"redistribute_fn takes the whole parameter {index} of shape {tuple(shape_of(reader, index))}, not {tuple(full.shape)}"
-        )
-    return cut_out(matrices, full, matrices[0].param.tensor)

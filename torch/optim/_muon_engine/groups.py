@@ -101,8 +101,6 @@ Line = tuple[tuple[Regions, int], ...]
 
 def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     """How the process groups cut or replicate a matrix, for error messages."""
-    if not cuts:
-        return "no process groups"
     texts: list[str] = []
     for cut in cuts:
         text = cut.kind
@@ -111,7 +109,7 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
         if with_ranks:
             text += f" over ranks {listed(cut.ranks, 16)}"
         texts.append(text)
-    return f"process groups: {', '.join(texts)}"
+    return f"process groups: {', '.join(texts) or 'none'}"
 
 
 def _holders(line: Line) -> Ranks:
@@ -438,7 +436,7 @@ class OwnParts:
         cuts = self._cuts_of(groups, {})
         matrices = matrices_of_dtensor(param, self._reader.layouts)
         for matrix in matrices:
-            self._add_matrix(matrix, cuts)
+            self._add_part(matrix, cuts)
         if matrices:
             self._compare_with_groups(matrices[0], tensor)
 
@@ -546,22 +544,21 @@ class OwnParts:
 
     def _add_part(self, matrix: Matrix, cuts: Cuts) -> None:
         """Adds a ``matrix`` of which this rank has a part."""
-        digest, tensor = 0, matrix.param.tensor
+        expert, tensor = matrix.param.expert, matrix.param.tensor
+        name = expert, self._own.counts[expert], matrix.sub
+        placement = matrix.placement or in_words(cuts)
+        self._found[name] = replace(matrix, placement=placement)
+        if not cuts:
+            return
+        content = matrix.shape, matrix.layout.digest, cuts
+        part = Part(matrix.shape, matrix.layout, cuts)
+        self._own.parts[name] = self._equal.setdefault(content, part)
+        digest = 0
         has_values = not tensor.is_meta and not is_dry_run()
         if has_values and any(cut.dim is not None for cut in cuts):
             regions = matrix.layout.regions_of(process_rank())
             digest = int(digest_of(regions, local_part(tensor)))
-        self._add_matrix(replace(matrix, placement=in_words(cuts)), cuts, digest)
-
-    def _add_matrix(self, matrix: Matrix, cuts: Cuts, digest: int = 0) -> None:
-        expert = matrix.param.expert
-        name = expert, self._own.counts[expert], matrix.sub
-        self._found[name] = matrix
-        if cuts:
-            content = matrix.shape, matrix.layout.digest, cuts
-            part = Part(matrix.shape, matrix.layout, cuts)
-            self._own.parts[name] = self._equal.setdefault(content, part)
-            self._own.digests[name] = digest
+        self._own.digests[name] = digest
 
     def completed(self, mesh_groups: Sequence[ProcessGroup] = ()) -> list[Matrix]:
         """The matrices, with the parts of all ranks put together. All ranks of the groups raise the error of one of them,

@@ -289,9 +289,7 @@ def whole_matrices(param: Param) -> list[Matrix]:
     for sub in range(count):
         region = Region(0, 0, rows, columns, sub * rows * columns, columns)
         layout = own_layout([region] if region.numel else [])
-        matrices.append(
-            Matrix(param, (rows, columns), layout, "no process groups", sub)
-        )
+        matrices.append(Matrix(param, (rows, columns), layout, sub=sub))
     return matrices
 
 
