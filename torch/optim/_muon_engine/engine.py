@@ -411,7 +411,7 @@ def _refusal(params: Sequence[Param], has_others: bool) -> str:
     if any(torch.is_complex(param.tensor) for param in params):
         return "Muon does not support complex parameters"
     on_meta = [param.described for param in params if param.tensor.is_meta]
-    if on_meta and has_others and not process_groups.is_dry_run():
+    if on_meta and has_others:
         return (
             f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
             "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"

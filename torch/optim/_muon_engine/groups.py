@@ -32,7 +32,6 @@ from .params import (
 from .process_groups import (
     grid_groups,
     group_ranks,
-    is_dry_run,
     listed,
     naming,
     process_rank,
@@ -554,8 +553,7 @@ class OwnParts:
         part = Part(matrix.shape, matrix.layout, cuts)
         self._own.parts[name] = self._equal.setdefault(content, part)
         digest = 0
-        has_values = not tensor.is_meta and not is_dry_run()
-        if has_values and any(cut.dim is not None for cut in cuts):
+        if not tensor.is_meta and any(cut.dim is not None for cut in cuts):
             regions = matrix.layout.regions_of(process_rank())
             digest = int(digest_of(regions, local_part(tensor)))
         self._own.digests[name] = digest

@@ -168,11 +168,6 @@ def device_of_group(group: ProcessGroup) -> torch.device:
     return current_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
-def is_dry_run() -> bool:
-    """Whether the world has the fake backend, whose collectives transfer nothing."""
-    return dist.is_initialized() and dist.get_backend() == "fake"
-
-
 def short_name(ranks: Any) -> str:
     """A name of an arrangement of ranks, of one length."""
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
