@@ -114,7 +114,7 @@ class TestOrder(TestCase):
         for grid, count in counts_of_grids:
             buckets += [(grid, number) for number in range(count)]
         operations = order_of_operations(buckets, prefetch, is_serial)
-        return " ".join(map(str, operations))
+        return " ".join(f"{phase.name[0]}{index}" for phase, index in operations)
 
     def test_order(self):
         """Names begin with the phase: gather, compute, forward and apply."""

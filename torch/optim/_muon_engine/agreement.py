@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
-from . import process_groups
-from .process_groups import device_of_group, naming
+from .process_groups import device_of_group, naming, process_rank
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
@@ -38,7 +37,7 @@ def reported(error: Exception) -> Exception:
     kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
     text = str(error)
     if " reports: " not in text:
-        text = f"rank {process_groups.process_rank()} reports: {text}"
+        text = f"rank {process_rank()} reports: {text}"
     return kind(text)
 
 
@@ -67,7 +66,7 @@ def gathered_along(groups: Sequence[ProcessGroup], value: Any) -> dict[int, Any]
     """Rank -> its value, of all ranks that meet in ``groups``, one after another. Unlike ``dist.all_gather_object``, this needs
     no NumPy.
     """
-    values = {process_groups.process_rank(): value}
+    values = {process_rank(): value}
     for group in groups:
         own = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
         own = own.to(device_of_group(group))

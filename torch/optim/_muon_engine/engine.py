@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._muon_split import Split
-from . import process_groups
 from .agreement import agree, Meeting, Signature
 from .config import DistributedConfig
 from .dtensors import Reader
@@ -42,6 +41,7 @@ from .process_groups import (
     GridGroups,
     listed,
     matrices_before,
+    process_rank,
 )
 from .step import PackedStep
 
@@ -225,7 +225,7 @@ class Engine:
     @property
     def rank(self) -> int:
         """This process's global rank, unless the config's state replaces it."""
-        return self.config.state.get("rank", process_groups.process_rank())
+        return self.config.state.get("rank", process_rank())
 
     @property
     def world_size(self) -> int:

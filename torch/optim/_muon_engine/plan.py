@@ -108,16 +108,8 @@ def buckets_in_flight(grid: Grid, prefetch_count: int) -> int:
     return 1 if is_alone(grid) else prefetch_count + 2 + has_forward(grid)
 
 
-class Operation(NamedTuple):
-    """A phase of the ``bucket``-th bucket of a rank."""
-
-    phase: Phase
-    bucket: int
-
-    def __str__(self) -> str:
-        return f"{self.phase.name[0]}{self.bucket}"
-
-
+# A phase of a bucket, which has this place among those of a rank.
+Operation = tuple[Phase, int]
 # Matrix -> the global rank that orthogonalizes it.
 Owners = Mapping[Matrix, int]
 
@@ -189,7 +181,7 @@ def order_of_operations(
             if turn > last:
                 # After the last compute, there are only updates to forward and to apply.
                 key = 2, step, place, turn
-            keyed.append((key, Operation(phase, index)))
+            keyed.append((key, (phase, index)))
 
         add(Phase.GATHER, k - ahead - 1, 3)
         add(Phase.COMPUTE, k, 0)

@@ -78,16 +78,17 @@ def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | Non
     dims: dict[int, int | None] = {}
     has_placements = False
     for index, param in enumerate(params):
-        tensors, _ = views.get(param, ((), {}))
-        specs = [tensor.tp for tensor in tensors if tensor.tp is not None]
+        placements: list[Any] = []
         if isinstance(param, DTensor):
             # TP is the innermost mesh dimension, because fully_shard puts its own before it.
-            placements = [*reversed(param.placements)]
-        else:
-            placements = [placement for spec in specs for placement in spec.placements]
+            placements += reversed(param.placements)
+        tensors, _ = views.get(param, ((), {}))
+        for tensor in tensors:
+            if tensor.tp is not None:
+                placements += tensor.tp.placements
         has_placements = has_placements or bool(placements)
         dims[index] = tp_mark_of(param)
-        if len(tensors) > 1 and specs:
+        if len(tensors) > 1 and placements:
             # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
             dims[index] = -1
         elif dims[index] is None and placements:
