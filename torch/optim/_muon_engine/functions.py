@@ -110,11 +110,7 @@ class FunctionStep:
         self._matrices: dict[int, list[Matrix]] = defaultdict(list)
         for matrix in engine.plan.owners:
             self._matrices[matrix.index].append(matrix)
-        self._params: list[Param] = []
-        for param in engine.ordered:
-            is_known = bool(self._matrices[param.index]) or engine.reader is None
-            if is_known and not param.frozen:
-                self._params.append(param)
+        self._params = [param for param in engine.ordered if not param.frozen]
 
     def share_statuses(self, *args: Any) -> str:
         return ""
@@ -165,12 +161,9 @@ class FunctionStep:
 
     def _call(self, function: str, param: Param, tensor: Tensor | None) -> Any:
         self.progress.now = function, [param]
-        state, owner = self.config.state, self._owner_of(param)
+        state, owner = self.config.state, self._owners[param.index]
         state["current_param_idx"], state["current_owner"] = param.index, owner
         return getattr(self.config, function)(tensor, owner, state)
-
-    def _owner_of(self, param: Param) -> int:
-        return self._owners.get(param.index, self.rank)
 
     def _gather(self, param: Param, inputs: StepInputs) -> Any:
         """Accumulates the gradient, and gives ``gather_fn`` this rank's piece: zeros without a gradient."""
@@ -187,7 +180,7 @@ class FunctionStep:
         elif has_sum and takes_update(param.tensor):
             piece.copy_(momentum)
         whole = self._call("gather_fn", param, like_param(param.tensor, piece))
-        is_missing = whole is None and self._owner_of(param) == self.rank
+        is_missing = whole is None and self._owners[param.index] == self.rank
         if is_missing or not isinstance(whole, Tensor | None):
             raise RuntimeError(
                 f"gather_fn returned a {type(whole).__name__} for {param.described}: return the whole matrix, or None on ranks "
@@ -203,21 +196,39 @@ class FunctionStep:
     def _redistribute_and_apply(
         self, param: Param, whole: Tensor | None, inputs: StepInputs
     ) -> None:
+        """Gives ``redistribute_fn`` the update, and applies what it returns. Before that, it raises RuntimeError if this is no
+        piece of the update.
+        """
         update = None
         if whole is not None:
             self.progress.now = "orthogonalize", [param]
             update = self._update_of(param, whole, inputs)
         piece = self._call("redistribute_fn", param, update)
-        # Here, before anything of it or of later parameters moves.
-        piece = self._checked(piece, param, update, inputs)
-        of_param = inputs.params[param.index]
+        owner, of_param = self._owners[param.index], inputs.params[param.index]
+        # Only once, because reading a value waits for an accelerator.
+        is_same = piece is update and self.engine.steps == 1
+        if is_same and update is not None and owner != self.rank and not update.any():
+            warnings.warn(
+                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
+                f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
+                stacklevel=2,
+            )
+        kind = type(piece).__name__
+        shape = tuple(of_param.local.shape)
+        if isinstance(piece, Tensor):
+            piece = local_part(piece)
+            kind = f"shape {tuple(piece.shape)}"
+        if not isinstance(piece, Tensor) or piece.shape != shape:
+            raise RuntimeError(
+                f"redistribute_fn returned {kind} for {param.described}, but this rank's piece of the update has shape {shape}"
+            )
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]
             self._apply(param, whole, piece, inputs)
 
     def _update_of(self, param: Param, whole: Tensor, inputs: StepInputs) -> Tensor:
         """The update of the gathered shape: on its owner orthogonalized, elsewhere zeros."""
-        if self._owner_of(param) != self.rank:
+        if self._owners[param.index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
         formulas = inputs.formulas[param.param_group]
         # Some versions gather uneven shards into a view of padded memory.
@@ -238,32 +249,6 @@ class FunctionStep:
                 if scale != scales[0]:
                     result.mul_(scale / scales[0])
         return update
-
-    def _checked(
-        self, piece: Any, param: Param, update: Tensor | None, inputs: StepInputs
-    ) -> Tensor:
-        """This rank's piece of the update as a plain tensor. Raises RuntimeError if ``redistribute_fn`` returned something
-        else.
-        """
-        owner = self._owner_of(param)
-        # Only once, because reading a value waits for an accelerator.
-        is_same = piece is update and self.engine.steps == 1
-        if is_same and update is not None and owner != self.rank and not update.any():
-            warnings.warn(
-                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
-                f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
-                stacklevel=2,
-            )
-        kind = type(piece).__name__
-        shape = tuple(inputs.params[param.index].local.shape)
-        if isinstance(piece, Tensor):
-            piece = local_part(piece)
-            kind = f"shape {tuple(piece.shape)}"
-        if not isinstance(piece, Tensor) or piece.shape != shape:
-            raise RuntimeError(
-                f"redistribute_fn returned {kind} for {param.described}, but this rank's piece of the update has shape {shape}"
-            )
-        return piece
 
     def broadcast(self, index: int, update: Any, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every rank that shares it, for a factory's ``redistribute_fn``."""
