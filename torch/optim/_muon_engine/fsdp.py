@@ -38,10 +38,8 @@ class FlatTensor(NamedTuple):
         at, parts = max(start, first), []
         while at < end:
             row, column = divmod(at - first, columns)
-            if column == 0 and end - at >= columns:
-                height, width = (end - at) // columns, columns
-            else:
-                height, width = 1, min(columns - column, end - at)
+            width = min(columns - column, end - at)
+            height = (end - at) // columns if width == columns else 1
             parts.append(Region(row, column, height, width, offset + at - start, width))
             at += height * width
         return tuple(parts)

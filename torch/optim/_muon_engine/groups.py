@@ -301,10 +301,8 @@ class GroupsReader(Reader):
         parts = OwnParts(self)
         try:
             shown = parts.look_at_fsdp(params) | {*map(group_ranks, of_meshes)}
-            tp_group = self.shared.get("tp")
-            self.tp_dims.are_shown = (
-                tp_group is not None and group_ranks(tp_group) in shown
-            )
+            if "tp" in self.shared:
+                self.tp_dims.are_shown = group_ranks(self.shared["tp"]) in shown
             check()
             if is_first:
                 self._check_indices(len(params))
