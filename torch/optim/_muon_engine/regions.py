@@ -1,11 +1,11 @@
 """Where the elements of matrices are: regions of a rank's storage, and the layout of a matrix."""
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ Shape = tuple[int, int]
 
 def ranks_of(grid: Grid) -> Ranks:
     """The ranks of ``grid``, in ascending order."""
-    return tuple(sorted(itertools.chain(*grid)))
+    return tuple(sorted(chain(*grid)))
 
 
 def place_in_order(grid: Grid) -> tuple:
@@ -155,22 +155,16 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
 
 def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
     """Why the ``regions`` do not tile a matrix of ``shape``; "" if they do."""
-    rows, columns = {0, shape[0]}, {0, shape[1]}
-    for region in regions:
-        rows |= {region.row, region.row + region.height}
-        columns |= {region.column, region.column + region.width}
-    row_place = {edge: place for place, edge in enumerate(sorted(rows))}
-    column_place = {edge: place for place, edge in enumerate(sorted(columns))}
-    # How many regions hold each cell between the edges.
-    size = len(rows) - 1, len(columns) - 1
-    holders = torch.zeros(size, dtype=torch.int32, device="cpu")
-    numel = 0
-    for row, column, height, width, _, _ in regions:
-        first, last = row_place[row], row_place[row + height]
-        left, right = column_place[column], column_place[column + width]
-        holders[first:last, left:right] += 1
-        numel += height * width
-    whole = math.prod(shape)
-    if numel == whole and (holders == 1).all():
+    # The points where an odd number of rectangles, the matrix among them, have a corner. Without any, the regions hold
+    # each element of the matrix an odd number of times, and no other one. Of so many elements, that is once.
+    odd: set[tuple[int, int]] = set()
+    held = 0
+    for row, column, height, width, *_ in (*regions, (0, 0, *shape)):
+        held += height * width
+        for corner in product((row, row + height), (column, column + width)):
+            odd ^= {corner}
+    numel = math.prod(shape)
+    held -= numel
+    if not odd and held == numel:
         return ""
-    return f"its pieces hold {numel} of {whole} elements: they overlap or leave gaps"
+    return f"its pieces hold {held} of {numel} elements: they overlap or leave gaps"
