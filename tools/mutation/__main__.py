@@ -20,7 +20,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
 
-from .record import changed_lines, record, tests_of
+from .record import changed_lines, record, tests_of, WORKERS
 
 
 HERE = Path(__file__).parent
@@ -151,27 +151,28 @@ def test_fault() -> int:
         if path.read_bytes() != (ROOT / "torch" / path.relative_to(COPY)).read_bytes():
             tests = tests_of(PLACE, COPY, path)
     code, failed = run_tests(tests, dict(os.environ))
-    if failed in tests:
-        # It may fail without the fault, too.
+    if failed and set(failed) <= set(tests):
+        # They may fail without the fault, too.
         whole = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        return int(code != 0 and run_tests([failed], whole)[0] == 0)
+        return int(any(run_tests([test], whole)[0] == 0 for test in failed))
     # 4 and 5: pytest has found no test.
     return int(bool(failed) or code not in (0, 4, 5))
 
 
-def run_tests(tests: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code, and the test that failed first."""
+def run_tests(tests: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Exit code, and the tests that failed before the workers ended."""
     limit = f"-ofaulthandler_timeout={LIMIT}"
-    command = [sys.executable, *PYTEST.split(), limit, *tests]
+    command = [sys.executable, *PYTEST.split(), *WORKERS.split(), limit, *tests]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     )
     print(done.stdout)
-    found = re.search(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE)
-    line = found[1] if found else ""
-    # Names of tests may have spaces.
-    begun = [test for test in tests if line.startswith(test)]
-    return done.returncode, max(begun, key=len, default=line)
+    failed: list[str] = []
+    for line in re.findall(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE):
+        # Names of tests may have spaces.
+        begun = [test for test in tests if line.startswith(test)]
+        failed.append(max(begun, key=len, default=line))
+    return done.returncode, failed
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from tools.coverage import run_measured
 from tools.overlay.errors import WrongTarget
 
 
-PYTEST = "-n2 --dist=loadgroup --no-loadscope-reorder -ojunit_family=xunit1 test/optim test/distributed/optim"
+WORKERS = "-n2 --dist=loadgroup --no-loadscope-reorder"
+PYTEST = f"{WORKERS} -ojunit_family=xunit1 test/optim test/distributed/optim"
 
 
 def record(place: Path, copy: Path) -> int:
