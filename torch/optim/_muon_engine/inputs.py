@@ -190,18 +190,16 @@ class StepInputs:
         adjust_lr_fn = self.formulas_of(matrix).adjust_lr_fn
         if len({_adjust_lr(1.0, adjust_lr_fn, shape) for shape in shapes}) == 1:
             return [(shapes[0], local, update)]
-        pieces = []
         start, begin = 0, first[split.dim]
         end = begin + local.shape[split.dim]
-        for shape, size in itertools.cycle(zip(shapes, split.sizes)):
-            if start >= end:
-                break
-            place, stop = max(start, begin), min(start + size, end)
-            if place < stop:
-                where = split.dim, place - begin, stop - place
-                pieces.append((shape, local.narrow(*where), update.narrow(*where)))
+        # How many lines of each part the region has.
+        lines: list[int] = []
+        for size in split.sizes * split.repeats:
+            lines.append(max(0, min(start + size, end) - max(start, begin)))
             start += size
-        return pieces
+        parts = local.split(lines, split.dim), update.split(lines, split.dim)
+        pieces = zip(itertools.cycle(shapes), *parts)
+        return [piece for piece in pieces if piece[1].numel()]
 
 
 def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:

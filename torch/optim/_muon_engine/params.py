@@ -143,10 +143,9 @@ def device_of(
             # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
             device = current_device(device_type)
     for group in groups:
-        device_types = [torch.device(kind).type for kind in group._device_types]
-        if device.type in ("cpu", "meta") and device.type not in device_types:
-            # Parameters on the CPU or on meta, in a group of accelerators only.
-            return device_of_group(group)
+        if device.type in ("cpu", "meta"):
+            # A group of accelerators takes no tensors on the CPU.
+            device = device_of_group(group)
     return device
 
 
