@@ -62,13 +62,9 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     """A module with the package's names for what is in the package, and torch's for the rest."""
     ours = rf"(?=({'|'.join(['Muon', *private])})\b)"
 
-    def apart(match: re.Match[str]) -> str:
-        return "\n".join(match[1] + each for each in match[2].split(", "))
-
     if "/" not in place:  # deeper, relative imports stay in the package
         text = re.sub(r"(?m)^( *from )\.(?= import )", r"\1torch.optim", text)
         text = re.sub(r"(?m)^( *from )\.(?=\w)", r"\1torch.optim.", text)
-    text = re.sub(r"(?m)^( *from torch\.optim import )([^(\n]+)$", apart, text)
     text = re.sub(rf"\btorch\.optim(\.| import ){ours}", rf"{NAME}\1", text)
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
