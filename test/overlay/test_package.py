@@ -66,19 +66,15 @@ print("passed")
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    return make_environment(tmp_path_factory.mktemp("package"))
-
-
-def make_environment(place):
     """An environment with the package, and with the packages of this one, but no overlay."""
+    place = tmp_path_factory.mktemp("package")
     venv.create(place / "venv", symlinks=True)
     python = place / "venv/bin/python"
     site = next((place / "venv/lib").glob("python*/site-packages"))
     # Python reads no .pth file there.
     others = layer.find(sys.executable, ROOT).home
     (site / "others.pth").write_text(f"{others}\n")
-    found = layer.find(python, ROOT)
-    assert "holds no overlay" in found.status()
+    assert "holds no overlay" in layer.find(python, ROOT).status()
     built = package.write(ROOT, place / "out")
     run(python, "-m", "pip", "install", "--no-index", built)
     return python
