@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from overlay.example_runs import run_example
-from overlay.test_docs import programs
+from overlay.test_docs import program_of
 from tools.overlay import env
 from tools.overlay.payload import ROOT
 
@@ -120,15 +120,11 @@ def test_accelerate_has_no_fsdp_on_cpus(tmp_path):
     assert "loss" not in out
 
 
-DOCUMENTED = [program for program in programs() if program.needs_frameworks]
-
-
 @needs("accelerate", "transformers")
-@pytest.mark.parametrize("program", DOCUMENTED, ids=[p.name for p in DOCUMENTED])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_documented_program(program, processes, tmp_path):
+def test_documented_program(processes, tmp_path):
     script = tmp_path / "program.py"
-    script.write_text(program.code)
+    script.write_text(program_of(ROOT / "docs/frameworks.md").code)
     done = start(script, processes=processes)
     if processes == 1:
         assert done[0] == 0, done[2]

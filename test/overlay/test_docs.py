@@ -1,7 +1,7 @@
 """Runs every code block of the documents as printed, and checks that what they name exists.
 
-A comment before a block of Python starts a program: `<!-- processes: 2 -->`. With `<!-- processes: 2, frameworks -->`,
-test/frameworks runs it. Each later block of that page without such a comment continues it. A block of text that follows is what the first process prints; `...` matches anything.
+A page's blocks of Python are one program, of as many processes as the comment `<!-- processes: 2 -->` says, or of one.
+A block of text that follows is what the first process prints; `...` matches anything.
 """
 
 import contextlib
@@ -29,67 +29,54 @@ DOCUMENTS = [
 OURS = (".ci", "docs", "examples", "patches", "test", "tools", "torch")
 STOCK = Path(torch.__file__).parents[1]
 
-each_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
 
-
-class Block(NamedTuple):
-    language: str
-    processes: int | None
-    needs_frameworks: bool
-    line: int
-    text: str
+def each(documents):
+    return pytest.mark.parametrize(
+        "document", documents, ids=lambda path: path.relative_to(ROOT).as_posix()
+    )
 
 
 class Program(NamedTuple):
     processes: int
-    needs_frameworks: bool
     code: str
     output: str
-    name: str
 
 
 def blocks_of(document):
+    """Language, lines before it, and text."""
     text = document.read_text()
-    mark = r"<!-- processes: (\d+)(, frameworks)? -->\n"
-    pattern = rf"^(?:{mark})?```(\w*)\n(.*?)^```"
+    pattern = r"^```(\w*)\n(.*?)^```"
     for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
-        processes, frameworks, language, body = found.groups()
-        line = text[: found.start(4)].count("\n")
-        yield Block(
-            language, processes and int(processes), frameworks is not None, line, body
-        )
+        yield found[1], text[: found.start(2)].count("\n"), found[2]
 
 
-def programs():
-    for document in DOCUMENTS:
-        found, last = [], None
-        for block in blocks_of(document):
-            if block.language == "python":
-                if block.processes or not found:
-                    where = f"{document.relative_to(ROOT)}:{block.line + 1}"
-                    processes = block.processes or 1
-                    found.append(
-                        Program(processes, block.needs_frameworks, "", "", where)
-                    )
-                # Blank lines keep the numbers of the document's own lines.
-                code = found[-1].code
-                code += "\n" * (block.line - code.count("\n")) + block.text
-                found[-1] = found[-1]._replace(code=code)
-            elif block.language == "text" and last == "python":
-                output = found[-1].output + block.text
-                found[-1] = found[-1]._replace(output=output)
-            last = block.language
-        yield from found
+def program_of(document):
+    mark = r"^<!-- processes: (\d+) -->$"
+    marked = re.search(mark, document.read_text(), re.MULTILINE)
+    processes = int(marked[1]) if marked else 1
+    code = output = last = ""
+    for language, line, text in blocks_of(document):
+        if language == "python":
+            # Blank lines keep the numbers of the document's own lines.
+            code += "\n" * (line - code.count("\n")) + text
+        elif language == "text" and last == "python":
+            output += text
+        last = language
+    return Program(processes, code, output)
 
 
-PROGRAMS = [program for program in programs() if not program.needs_frameworks]
+WITH_PROGRAMS = [
+    document
+    for document in DOCUMENTS
+    # test/frameworks runs that one.
+    if program_of(document).code and document.name != "frameworks.md"
+]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=[p.name for p in PROGRAMS])
-def test_programs_run(program, tmp_path):
-    script = tmp_path / f"{program.name.replace('/', '-')}.py"
+@each(WITH_PROGRAMS)
+def test_programs_run(document, tmp_path):
+    program = program_of(document)
+    script = tmp_path / f"{document.stem}.py"
     script.write_text(program.code)
     code, (first, *_), err = run_example(script, processes=program.processes)
     assert code == 0, first + err
@@ -99,10 +86,9 @@ def test_programs_run(program, tmp_path):
 
 def commands():
     for document in DOCUMENTS:
-        for block in blocks_of(document):
-            if block.language in ("bash", "dockerfile"):
-                text = block.text.replace("\\\n", " ")
-                for line in text.splitlines():
+        for language, _, text in blocks_of(document):
+            if language in ("bash", "dockerfile"):
+                for line in text.replace("\\\n", " ").splitlines():
                     words = shlex.split(line, comments=True)
                     if words:
                         yield document.relative_to(ROOT), words
@@ -137,17 +123,13 @@ def outside_of_fences(document):
     return blocks.sub("", document.read_text())
 
 
-def in_backticks(document):
-    return re.findall(r"`([^`\n]+)`", outside_of_fences(document))
-
-
 def anchors(document):
     """The fragments that GitHub makes of the headings."""
     titles = re.findall(r"^#+ (.+)$", outside_of_fences(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
-@each_document
+@each(DOCUMENTS)
 def test_links_lead_somewhere(document):
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", outside_of_fences(document)):
@@ -160,10 +142,10 @@ def test_links_lead_somewhere(document):
     assert broken == []
 
 
-@each_document
+@each(DOCUMENTS)
 def test_named_files_exist(document):
     missing = []
-    for words in in_backticks(document):
+    for words in re.findall(r"`([^`\n]+)`", outside_of_fences(document)):
         for word in words.split():
             top, slash, _ = word.partition("/")
             if not slash or top not in OURS:
@@ -192,19 +174,16 @@ def defined():
     return found
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "examples/blueprint.py"])
-def test_named_tests_exist(document):
-    mark = r"\| (?=test_)" if document.suffix == ".py" else r"`(?:\w+::)?(?=test_)"
-    named = re.findall(rf"{mark}(\w+)[ `]", document.read_text())
-    assert set(named) - defined() == set()
-
-
-def test_what_shows_a_requirement_exists():
-    """requirements.txt: each requirement of the project's documents, and the tests or recipes that show it."""
+def test_named_tests_exist():
+    """In the documents and the blueprint, and in requirements.txt, where each requirement has tests or recipes."""
+    known = defined()
+    for document in [*DOCUMENTS, ROOT / "examples/blueprint.py"]:
+        mark = r"\| (?=test_)" if document.suffix == ".py" else r"`(?:\w+::)?(?=test_)"
+        named = re.findall(rf"{mark}(\w+)[ `]", document.read_text())
+        assert set(named) <= known, document
     text = (ROOT / "test" / "overlay" / "requirements.txt").read_text()
     shown = dict(row.split("\t") for row in text.splitlines() if "\t" in row)
     assert len(shown) > 100
-    known = defined()
     for requirement, found in shown.items():
         assert found and set(found.split()) <= known, requirement
 
@@ -250,13 +229,6 @@ def test_quoted_costs_are_those_of_the_data():
         assert row.split(" | ") in rows
 
 
-def quoted_errors(page, end):
-    """The quotations in the first columns of a page's tables, before the section ``end``."""
-    tables = (ROOT / "docs" / page).read_text().partition(end)[0]
-    rows = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
-    return [text for row in rows for text in re.findall(r'"([^"]+)"', row)]
-
-
 @pytest.mark.parametrize(
     ("page", "end", "source", "least"),
     [
@@ -265,9 +237,13 @@ def quoted_errors(page, end):
     ],
 )
 def test_quoted_errors_are_those_of_the_code(page, end, source, least):
+    """The quotations in the first columns of a page's tables, before the section ``end``."""
     text = "".join(path.read_text() for path in source.rglob("*.py"))
     text = re.sub(r'"\s*\n\s*f?"', "", text)  # a text in several literals
-    quoted = quoted_errors(page, end)
+    tables, _, _ = (ROOT / "docs" / page).read_text().partition(end)
+    quoted = []
+    for cell in re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE):
+        quoted += re.findall(r'"([^"]+)"', cell)
     assert len(quoted) >= least
     for quotation in quoted:
         for piece in re.split(r"\(.*?\)|\d+", quotation):

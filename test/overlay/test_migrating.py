@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from overlay.test_docs import PROGRAMS
+from overlay.test_docs import program_of
+from tools.overlay.payload import ROOT
 
 
 torch = pytest.importorskip("torch")
@@ -24,9 +25,8 @@ CLOSE = 0.04
 
 
 def page():
-    (program,) = (p for p in PROGRAMS if "docs/migrating.md" in p.name)
     names = {}
-    exec(program.code, names)
+    exec(program_of(ROOT / "docs/migrating.md").code, names)
     return names
 
 

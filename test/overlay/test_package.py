@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 from overlay.conftest import append, commit_all, OWN, run
-from overlay.test_docs import blocks_of, PROGRAMS
+from overlay.test_docs import program_of
 from packaging.metadata import Metadata
 from tools.overlay import layer, package
 from tools.overlay.payload import ROOT
@@ -19,10 +19,6 @@ from tools.overlay.versions import NEWEST, OLDEST
 # Without Muon, too, gloo sometimes aborts a process whose interpreter ends by itself.
 END = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
 COMBINED, DESCRIPTION = package._COMBINED, package._DESCRIPTION
-PAGES = [program.code for program in PROGRAMS if program.name.startswith("README")]
-PAGES += [
-    block.text for block in blocks_of(ROOT / DESCRIPTION) if block.language == "python"
-]
 # Each module imports. Stock Muon and this one load each other's file. A trainer takes one optimizer
 # of several.
 ALONE = """
@@ -97,9 +93,8 @@ def torchrun(python, tmp_path):
 
 @pytest.mark.slow
 def test_readme_and_description(torchrun):
-    assert len(PAGES) == 2
-    for code in PAGES:
-        code = code.replace("torch.optim.muon", package.NAME)
+    for page in ("README.md", DESCRIPTION):
+        code = program_of(ROOT / page).code.replace("torch.optim.muon", package.NAME)
         assert torchrun(code, 2).count("owner: parameters") == 2
 
 
