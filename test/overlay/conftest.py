@@ -170,18 +170,22 @@ def tool():
     return call
 
 
-@pytest.fixture
-def on(tool, ours, fork):
-    """A command of the small overlay on the checkout. If it fails, nothing has changed."""
+def commands(tool, ours, folder, *target):
+    """Calls commands of the small overlay on a target in a folder. One that refuses has changed nothing."""
 
     def call(name, *words, code=0, says=()):
-        before = everything(fork), everything(ours)
-        done = tool(ours, name, "--checkout", fork, *words, code=code, says=says)
-        assert not code or (everything(fork), everything(ours)) == before
+        before = everything(folder), everything(ours)
+        done = tool(ours, name, *target, *words, code=code, says=says)
+        assert code < 2 or (everything(folder), everything(ours)) == before
         return done
 
-    call.words = (sys.executable, ours / "setup_overlay.py")
     return call
+
+
+@pytest.fixture
+def on(tool, ours, fork):
+    """A command on the checkout."""
+    return commands(tool, ours, fork, "--checkout", fork)
 
 
 Installed = namedtuple("Installed", "python site torch")

@@ -5,7 +5,17 @@ import shutil
 import sys
 
 import pytest
-from overlay.conftest import append, C10D, leads_on, MUON, OWN, put, run, snapshot
+from overlay.conftest import (
+    append,
+    C10D,
+    commands,
+    leads_on,
+    MUON,
+    OWN,
+    put,
+    run,
+    snapshot,
+)
 from tools.overlay.layer import NAME
 
 
@@ -14,14 +24,7 @@ WHERE = "import torch.optim._muon as muon; print(muon.__file__)"
 
 @pytest.fixture
 def on(tool, ours, installed):
-    def call(name, *words, code=0, says=()):
-        before = snapshot(installed.site)
-        target = ("--python", installed.python)
-        done = tool(ours, name, *target, *words, code=code, says=says)
-        assert not code or snapshot(installed.site) == before
-        return done
-
-    return call
+    return commands(tool, ours, installed.site, "--python", installed.python)
 
 
 def muon_of(installed, **options):
