@@ -1,10 +1,11 @@
 """The patches and the mails for upstream fit the torch that is installed, and its release."""
 
 import re
+import shutil
 import sys
 
 import pytest
-from overlay.conftest import C10D, git, HOLES, MUON, put, run, stock_of
+from overlay.conftest import C10D, commit_all, git, HOLES, MUON, put, run, stock_of
 from tools.overlay import payload, versions
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
@@ -60,9 +61,8 @@ def test_hunks_fit_at_one_place(hunks):
         assert f"\n{text}".count(f"\n{before}") == 1, hunk
 
 
-@pytest.fixture
-def stock(tmp_path):
-    """The files of this release that mails change."""
+def test_mails(tmp_path):
+    """On the files of this release that they change."""
     place = tmp_path / "stock"
     put(place, HOLES)
     # The mails are for the sources since 2.15, where one of the lines is another.
@@ -70,43 +70,30 @@ def stock(tmp_path):
     muon = stock_of(MUON).replace("grad.bfloat16()", now)
     put(place, {MUON: muon, C10D: stock_of(C10D)})
     git(place, "init", "-q")
-    git(place, "add", "--all")
-    git(place, "commit", "-q", "-m", "stock")
-    return place
-
-
-def test_mails(stock):
-    git(stock, "am", "-q", *MAILS)
-    first, second = git(stock, "log", "--format=%s", "-2").splitlines()
+    commit_all(place)
+    git(place, "am", "-q", *MAILS)
+    first, second = git(place, "log", "--format=%s", "-2").splitlines()
     assert (first.startswith("optim: "), second.startswith("c10d: ")) == (True, True)
-    for path in git(stock, "diff", "--name-only", "HEAD~2").splitlines():
-        compile((stock / path).read_text(), path, "exec")
+    for path in git(place, "diff", "--name-only", "HEAD~2").splitlines():
+        compile((place / path).read_text(), path, "exec")
     # Muon takes the function from the module, which has the bits of the stock one.
-    assert "def _zeropower_via_newtonschulz" not in (stock / MUON).read_text()
-    put(stock, {"sitecustomize.py": SITE})
-    test = stock / "test/optim/test_newton_schulz.py"
-    done = run(
-        sys.executable, test, cwd=stock, env={"PYTHONPATH": str(stock)}, timeout=300
-    )
-    assert "OK" in done.err
-    code = (
-        "import torch; p = torch.nn.Parameter(torch.ones(2, 3)); p.grad = p.detach()\n"
-    )
-    code += "m = torch.optim.Muon([p]); m.step(); print(type(m).__init__.__code__.co_filename)"
-    done = run(sys.executable, "-c", code, cwd=stock, env={"PYTHONPATH": str(stock)})
-    assert done.out == f"{stock / MUON}\n"
+    assert "def _zeropower_via_newtonschulz" not in (place / MUON).read_text()
+    # torch.optim._muon and torch.optim._newton_schulz come from there.
+    redirect = ROOT / "tools/mutation/redirect.py"
+    shutil.copyfile(redirect, place / "torch/sitecustomize.py")
+    env = {"PYTHONPATH": str(place / "torch")}
+    test = place / "test/optim/test_newton_schulz.py"
+    assert "OK" in run(sys.executable, test, cwd=place, env=env, timeout=300).err
+    done = run(sys.executable, "-c", STEP, cwd=place, env=env)
+    assert done.out == f"{place / MUON}\n"
 
 
-# It has torch.optim._muon and torch.optim._newton_schulz come from the mails' tree.
-SITE = """
-import pathlib, sys
-from importlib.machinery import PathFinder
+STEP = """
+import torch
 
-class Redirect:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.startswith("torch.optim._"):
-            return PathFinder.find_spec(name, [str(pathlib.Path(__file__).parent / "torch/optim")])
-
-sys.meta_path.insert(0, Redirect)
+p = torch.nn.Parameter(torch.ones(2, 3))
+p.grad = p.detach()
+muon = torch.optim.Muon([p])
+muon.step()
+print(type(muon).__init__.__code__.co_filename)
 """
