@@ -1,6 +1,5 @@
 """Runs an example as torchrun would, on processes that are forked after torch is imported."""
 
-import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -16,8 +15,7 @@ import pytest
 from tools.overlay.payload import ROOT
 
 
-if importlib.util.find_spec("torch") is None:
-    pytest.skip("there is no torch", allow_module_level=True)
+torch = pytest.importorskip("torch")
 
 
 SECONDS = 300
@@ -45,10 +43,23 @@ def run_example(script, *options, processes, **environ):
     """The largest exit code, and the output of all processes. Ends all of them if one fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # As torchrun's agent, this process serves the store.
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    environ = {
+        **ENVIRONMENT,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Lightning knows torchrun by it.
+        "TORCHELASTIC_RUN_ID": "one",
+        **environ,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder, argv = Path(name), [str(script), *map(str, options)]
         started = [
-            context.Process(target=_run, args=(rank, processes, folder, argv, environ))
+            context.Process(target=_run, args=(str(rank), folder, argv, environ))
             for rank in range(processes)
         ]
         for process in started:
@@ -71,27 +82,13 @@ def run_example(script, *options, processes, **environ):
         return Run(code, outs, "".join(errs))
 
 
-def _run(rank, size, folder, argv, environ):
-    import torch
-    import torch.distributed as dist
-
+def _run(rank, folder, argv, environ):
     os.chdir(folder)
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         os.dup2(os.open(f"{name}{rank}", os.O_CREAT | os.O_WRONLY), stream.fileno())
     sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)
-    # torchrun's agent serves the store.
-    meeting = dist.FileStore("meeting", size)
-    if rank == 0:
-        _run.store = dist.TCPStore("localhost", 0, is_master=True)
-        meeting.set("port", str(_run.store.port))
-    port = meeting.get("port").decode()
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
-    # Lightning knows torchrun by the second one.
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "one"}
-    os.environ |= {**ENVIRONMENT, **environ}
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, **environ}
     warnings.simplefilter("always")
     sys.argv = argv
     sys.path[:0] = [str(Path(argv[0]).parent), str(ROOT)]
