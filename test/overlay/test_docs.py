@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import re
 import shlex
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,8 +191,7 @@ def test_named_tests_exist():
 
 def signature_of(name):
     """Parameter -> default of a public name, in words."""
-    owner, _, method = name.partition(".")
-    found = getattr(getattr(muon, owner), method) if method else getattr(muon, owner)
+    found = attrgetter(name)(muon)
     if not callable(found):
         return {}
     parameters = inspect.signature(found).parameters.values()
