@@ -32,11 +32,10 @@ def hunks_of(patch: str, text: bytes) -> list[Hunks]:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """Path in a folder of this repository -> the file for PyTorch."""
+    """Path in a folder of this repository -> the module for PyTorch."""
     found = {}
-    for file in sorted(folder.rglob("*")):
-        if file.suffix in (".py", ".md"):
-            found[file.relative_to(folder).as_posix()] = file
+    for file in sorted(folder.rglob("*.py")):
+        found[file.relative_to(folder).as_posix()] = file
     return found
 
 
