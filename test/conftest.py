@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import os
 import sys
-from contextlib import nullcontext
 from multiprocessing import forkserver, util
 
 import pytest
@@ -49,43 +48,6 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         # The files that take longest come first: none is left for one worker at the end.
         items.sort(key=lambda item: item.get_closest_marker("overlay") is None)
-
-
-class NameFailures:
-    """Names a test when it fails. pytest lists the failures at the end, which a run that is stopped does not reach."""
-
-    def __init__(self, config, reporter):
-        self.reporter = reporter
-        self.writer = config.get_terminal_writer()
-        self.capture = config.pluginmanager.get_plugin("capturemanager")
-        self.named = set()
-
-    # After the letter of the test.
-    @pytest.hookimpl(trylast=True)
-    def pytest_runtest_logreport(self, report):
-        # A test that fails in several subtests is named once.
-        if not report.failed or report.nodeid in self.named:
-            return
-        self.named.add(report.nodeid)
-        crash = getattr(report.longrepr, "reprcrash", None)
-        reason = f": {crash.message.splitlines()[0]}" if crash else ""
-        # The report of a subtest comes while its test is running, and its output is captured.
-        capture = self.capture
-        with capture.global_and_fixture_disabled() if capture else nullcontext():
-            self.reporter.ensure_newline()
-            # The reporter does not know that letters of workers are on this line.
-            if self.writer.width_of_current_line:
-                self.writer.line()
-            self.reporter.write_line(f"FAILED {report.nodeid}{reason}", red=True)
-            self.reporter.flush()
-
-
-# After the plugin that writes to the terminal. A worker of pytest-xdist has none.
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config):
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        config.pluginmanager.register(NameFailures(config, reporter))
 
 
 # Without this, each rank imports these: seconds, and more than most tests take.

@@ -99,7 +99,8 @@ def run_measured(words: list[str]) -> int:
         os.environ["MUON_MEASURED"] = str(ROOT / "torch" / "optim")
         # All tests execute most of it many times: see test/conftest.py.
         os.environ["MUON_MEASURE"] = "each" if words else "once"
-        chosen = words or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+        # Verbose: a run that is stopped has named its failures.
+        chosen = words or ["-v", "-n2", "--dist=loadgroup", "--no-loadscope-reorder"]
         command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
         code = run_in(Path(sys.executable), command, ROOT)
         print("\nCoverage of the optimizer, all processes:", flush=True)
