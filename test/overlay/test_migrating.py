@@ -42,28 +42,25 @@ def trained(make, shape, steps=4):
     return param.detach() - start
 
 
-class Published:
-    """A published formula in float64, with the defaults of its optimizer."""
+def published(param, lr, decay, scale, nesterov=True, summed=False, mu=0.95):
+    """The step of a published formula in float64, with the defaults of its optimizer."""
+    triples = [COEFFICIENTS] * 5 if nesterov else page()["FIVE_TRIPLES"]
+    safety = 1
+    if summed:  # dion
+        triples, safety = POLAR_EXPRESS, 1.02
+    weight = 1 if summed else 1 - mu
+    momentum = torch.zeros_like(param, dtype=torch.float64)
 
-    def __init__(self, param, lr, decay, scale, nesterov=True, summed=False):
-        self.param, self.lr, self.decay = param, lr, decay
-        self.scale, self.nesterov, self.summed = scale, nesterov, summed
-        self.triples = [COEFFICIENTS] * 5 if nesterov else page()["FIVE_TRIPLES"]
-        self.safety = 1
-        if summed:  # dion
-            self.triples, self.safety = POLAR_EXPRESS, 1.02
-        self.momentum = torch.zeros_like(param, dtype=torch.float64)
-
-    def __call__(self, mu=0.95):
-        grad = self.param.grad.double()
-        weight = 1 if self.summed else 1 - mu
-        self.momentum = mu * self.momentum + weight * grad
-        ahead = mu * self.momentum + weight * grad
-        momentum = ahead if self.nesterov else self.momentum
-        update = exact(momentum, self.triples, self.safety)
+    def step():
+        grad = param.grad.double()
+        momentum.mul_(mu).add_(weight * grad)
+        ahead = mu * momentum + weight * grad
+        update = exact(ahead if nesterov else momentum, triples, safety)
         with torch.no_grad():
-            self.param.mul_(1 - self.lr * self.decay)
-            self.param.sub_(self.lr * self.scale(*self.param.shape) * update)
+            param.mul_(1 - lr * decay)
+            param.sub_(lr * scale(*param.shape) * update)
+
+    return step
 
 
 def original(rows, columns):
@@ -82,7 +79,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_formulas(name, shape):
-    theirs = trained(lambda param: Published(param, *PUBLISHED[name]), shape)
+    theirs = trained(lambda param: published(param, *PUBLISHED[name]), shape)
     ours = trained(lambda param: page()[name]([param]).step, shape)
     assert (theirs - ours).norm() < CLOSE * theirs.norm()
 
