@@ -1,15 +1,14 @@
 """The coverage of the optimizer counts all processes, and too little of it is an error."""
 
-import os
 import sys
 
 import pytest
-from overlay.conftest import run
+from overlay.conftest import put, run
 
 
 pytest.importorskip("coverage")
 
-from tools.coverage import error_lines
+from tools.coverage import check, error_lines
 from tools.overlay.payload import ROOT
 
 
@@ -53,45 +52,34 @@ def test_error_lines():
     assert error_lines(SOURCE) == {3: "raise ValueError(", 9: "x = 1", 10: "raise"}
 
 
-def test_processes_count_together_and_error_paths_are_missed(tmp_path):
+def test_processes_count_together_and_error_paths_are_missed(
+    tmp_path, monkeypatch, capsys
+):
     folder = tmp_path / "torch" / "optim"
-    folder.mkdir(parents=True)
-    (folder / "_muon.py").write_text(SOURCE)
-    (folder / "other.py").write_text("x = 1\n")
-    (tmp_path / "tests.py").write_text(TESTS)
-    place = {"MUON_MEASURED": str(folder), "COVERAGE_FILE": str(tmp_path / ".coverage")}
+    put(folder, {"_muon.py": SOURCE, "other.py": "x = 1\n"})
+    put(tmp_path, {"tests.py": TESTS})
+    monkeypatch.setenv("MUON_MEASURED", str(folder))
+    monkeypatch.setenv("COVERAGE_FILE", str(tmp_path / ".coverage"))
 
-    def python(*arguments, cwd=ROOT):
-        words, env = (sys.executable, *arguments), os.environ | place
-        code, out, errors = run(*words, cwd=cwd, env=env, check=False)
-        assert cwd != ROOT or not errors
-        return out, code
+    def measure(x):
+        options = f"--rcfile={ROOT / 'pyproject.toml'}"
+        words = ("-m", "coverage", "run", options, "tests.py", x)
+        run(sys.executable, *words, cwd=tmp_path)
 
-    def check(limits):
-        code = (
-            f"import tools.coverage as it; raise SystemExit(it.check(limits={limits}))"
-        )
-        return python("-c", code)
-
-    measure = (
-        "-m",
-        "coverage",
-        "run",
-        f"--rcfile={ROOT / 'pyproject.toml'}",
-        "tests.py",
-    )
-    python(*measure, "0", cwd=tmp_path)
-    out, code = check(True)
-    assert code == 1
+    measure(0)
+    assert check(limits=True) == 1
+    out, _ = capsys.readouterr()
     assert "optim/_muon.py:3: raise ValueError( is in no test" in out
     # The data of a second run adds to the first.
-    python(*measure, "3", cwd=tmp_path)
-    out, code = check(True)
-    assert (code, "coverage: " in out) == (0, False), out
+    measure(3)
+    assert check(limits=True) == 0
+    out, _ = capsys.readouterr()
+    assert "coverage: " not in out
     assert "optim/_muon.py" in out
     assert "other.py" not in out
     # A file that no test imports counts, too.
-    (folder / "muon.py").write_text("def f():\n    raise KeyError\n")
-    out, code = check(True)
-    assert (code, "optim/muon.py:2: raise KeyError is in no test" in out) == (1, True)
-    assert check(False)[1] == 0
+    put(folder, {"muon.py": "def f():\n    raise KeyError\n"})
+    assert check(limits=True) == 1
+    out, _ = capsys.readouterr()
+    assert "optim/muon.py:2: raise KeyError is in no test" in out
+    assert check(limits=False) == 0

@@ -1,6 +1,7 @@
 """A fault meets the tests that execute its line, in a copy."""
 
 import pytest
+from overlay.conftest import put
 
 
 pytest.importorskip("cosmic_ray")
@@ -44,10 +45,7 @@ def path(tmp_path, monkeypatch):
     place = tmp_path / "build"
     for name, value in (("ROOT", tmp_path), ("PLACE", place), ("COPY", place / "copy")):
         monkeypatch.setattr(command, name, value)
-    (tmp_path / "torch" / "optim").mkdir(parents=True)
-    (tmp_path / "torch" / "optim" / "a.py").write_text(SOURCE)
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "test_a.py").write_text(TESTS)
+    put(tmp_path, {"torch/optim/a.py": SOURCE, "test/test_a.py": TESTS})
     command.copy_optimizer()
     command.shutil.copytree(command.COPY, place / "recorded")
     names = ("test_f", "test_g", "test_that_fails")

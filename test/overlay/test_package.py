@@ -2,13 +2,12 @@
 
 import os
 import re
-import shutil
 import sys
 import venv
 import zipfile
 
 import pytest
-from overlay.conftest import append, commit_all, OWN, run
+from overlay.conftest import append, commit_all, OWN, put, run
 from overlay.test_docs import program_of
 from packaging.metadata import Metadata
 from tools.overlay import layer, package
@@ -105,9 +104,7 @@ def test_modules_checkpoints_and_several_as_one(torchrun):
 
 def commit_package(ours):
     """Commit all that the package is made of; the commit."""
-    for name in ("LICENSE", COMBINED):
-        (ours / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, ours / name)
+    put(ours, {name: (ROOT / name).read_text() for name in ("LICENSE", COMBINED)})
     return commit_all(ours)
 
 
