@@ -55,15 +55,10 @@ def test_script_to_copy(tmp_path):
     assert losses("moved", 2, "--tp", 2) == pytest.approx(last, abs=0.01)
 
 
-@pytest.fixture
-def compare_gpt(monkeypatch):
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("compare_gpt")
-
-
-def test_comparison(compare_gpt, monkeypatch, capfd, tmp_path):
+def test_comparison(monkeypatch, capfd, tmp_path):
     """torchrun itself starts the run on one process; its processes each import torch."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    compare_gpt = importlib.import_module("compare_gpt")
     torchrun = compare_gpt.torchrun
 
     def start(count):

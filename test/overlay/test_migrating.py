@@ -3,14 +3,14 @@
 import math
 
 import pytest
+import torch
 from overlay.test_docs import program_of
 from tools.overlay.payload import ROOT
+from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    exact_result,
+)
 
-
-torch = pytest.importorskip("torch")
-common = "torch.testing._internal.distributed._muon.common_config"
-common = pytest.importorskip(common, reason="the interpreter's torch has no overlay")
-exact, COEFFICIENTS = common.exact_result, common.COEFFICIENTS
 
 SHAPES = [(96, 32), (32, 96), (48, 48)]
 POLAR_EXPRESS = [
@@ -55,7 +55,7 @@ def published(param, lr, decay, scale, nesterov=True, summed=False, mu=0.95):
         grad = param.grad.double()
         momentum.mul_(mu).add_(weight * grad)
         ahead = mu * momentum + weight * grad
-        update = exact(ahead if nesterov else momentum, triples, safety)
+        update = exact_result(ahead if nesterov else momentum, triples, safety)
         with torch.no_grad():
             param.mul_(1 - lr * decay)
             param.sub_(lr * scale(*param.shape) * update)

@@ -32,7 +32,6 @@ def test_versions():
         with pytest.raises(WrongTarget, match=f"{re.escape(text)}.*2.11 to 2.15"):
             versions.full(text)
     assert versions.full("2.14") == "2.14.0"
-    assert versions.stock(stock_of(MUON).encode())
     assert versions.warnings("2.13.0", {}, stock_of(MUON).encode()) == []
 
 

@@ -40,11 +40,6 @@ def full(version: str | None) -> str:
     return version + ".0" * (version.count(".") < 2)
 
 
-def stock(muon: bytes) -> str | None:
-    """The releases that have this ``_muon.py``."""
-    return STOCK.get(hashlib.sha256(muon).hexdigest()[:16])
-
-
 def warnings(
     version: str, misfits: dict[str, str], muon: bytes, force: bool = True
 ) -> list[str]:
@@ -62,7 +57,7 @@ def warnings(
             "that file as it is. Make the change by hand, there or in the patch"
         )
     takes_decision = bool(lines)
-    if muon and not stock(muon):
+    if muon and hashlib.sha256(muon).hexdigest()[:16] not in STOCK:
         lines.append(
             "torch/optim/_muon.py there is of no release that this overlay knows. The "
             "overlay replaces the whole file: make changes of it in this repository, too. "
