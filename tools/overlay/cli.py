@@ -59,10 +59,6 @@ OPTIONS = {
         "action": "store_true",
         "help": "go on with an untested torch, and without patches that do not fit",
     },
-    "--coverage": {
-        "action": "store_true",
-        "help": "show how much of the optimizer the given tests execute",
-    },
     "--frameworks": {
         "action": "store_true",
         "help": "with the frameworks of docs/frameworks.md",
@@ -110,11 +106,10 @@ def test(args: argparse.Namespace) -> int:
     if args.python:
         return run_elsewhere(args.python, ["-m", "pytest", *extra])
     python = ensure(ROOT, args.torch, frameworks=args.frameworks)
-    if not extra:
-        print(f"running all tests: {TIME}", flush=True)
-    is_measured = args.coverage or not extra
-    module = "tools.coverage" if is_measured else "pytest"
-    return run_in(python, ["-m", module, *extra], ROOT)
+    if extra:
+        return run_in(python, ["-m", "pytest", *extra], ROOT)
+    print(f"running all tests: {TIME}", flush=True)
+    return run_in(python, ["-m", "tools.coverage"], ROOT)
 
 
 def gpu(args: argparse.Namespace) -> int:
@@ -182,7 +177,7 @@ def wheel(args: argparse.Namespace) -> None:
 COMMANDS = {
     env: ["--torch"],
     verify: ["--torch"],
-    test: ["--torch --python --coverage --frameworks"],
+    test: ["--torch --python --frameworks"],
     gpu: ["--python", "--out"],
     rebuild: ["--checkout", "--mode", "--python"],
     wheel: ["--out"],
