@@ -312,15 +312,11 @@ def _order_of_cuts(
 
 def _runs(indices: Tensor) -> Runs:
     """The runs of ascending ``indices``."""
-    if not indices.numel():
-        return ()
-    is_start = indices.diff() != 1
-    starts = [0, *is_start.nonzero().flatten().add(1).tolist()]
-    ends = [*starts[1:], len(indices)]
-    runs: list[tuple[int, int]] = []
-    for index, start, end in zip(indices[starts].tolist(), starts, ends):
-        runs.append((index, end - start))
-    return tuple(runs)
+    # In a run, indices and their places ascend together.
+    offsets = indices - torch.arange(len(indices), device="cpu")
+    of_runs, counts = offsets.unique_consecutive(return_counts=True)
+    firsts = of_runs + counts.cumsum(0) - counts
+    return tuple(zip(firsts.tolist(), counts.tolist()))
 
 
 def _regions(rows: Runs, columns: Runs, place: int) -> Regions:
