@@ -41,7 +41,7 @@ def test_every_stage_and_the_constants_of_scale(tmp_path):
     # Momentum in float32 of half of three pairs of matrices.
     half = 32 * 64 + 64 * 64 + 64 * 32
     costs = found["stages"]["costs"]["values"]["tiny"]
-    _, _, state, *_ = costs["ours-1-quintic"]
+    _, _, state, *_ = costs["ours-quintic"]
     assert state == costs["stock"][2] == 4 * half
     # tools.bench scale reads them.
     assert found["hardware"].keys() <= set(scale.GPU._fields)

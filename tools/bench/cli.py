@@ -4,10 +4,12 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
-from . import contestants, fleet, scale, step, table, traffic
+from . import contestants, fleet, scale, step, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
+
+
+SECONDS = 900  # of one table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,7 +19,6 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary)
         command.set_defaults(run=run)
         add = command.add_argument
-        add("--write", type=Path, metavar="FOLDER", help=f"also write {name}.md")
         if name == "scale":
             _add_scale(add)
         else:
@@ -45,45 +46,33 @@ def _add_comparison(add: Callable[..., object]) -> None:
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
     add("--world", nargs="+", type=int, default=[2, 4], help="processes")
-    add("--prefetch", nargs="+", type=int, default=[1], help="prefetch_count")
     add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
     others = contestants.OTHERS
     add("--against", nargs="*", choices=others, default=others, metavar="OTHER")
     add("--reps", type=int, default=11, help="of step")
-    add("--timeout", type=float, default=900.0, help="seconds of one table")
 
 
 def main(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
-    texts: list[str] = []
     try:
         for text in args.run(args):
             print(text, end="\n\n", flush=True)
-            texts.append(text)
     except (fleet.Failed, ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if args.write is not None:
-        table.write(args.write / f"{args.command}.md", arguments, texts)
     return 0
-
-
-def names_of(args: argparse.Namespace) -> list[str]:
-    names = []
-    for prefetch, algorithm in itertools.product(args.prefetch, args.algorithms):
-        names.append(f"ours-{prefetch}-{algorithm}")
-    return [*names, *args.against]
 
 
 def results_of(args: argparse.Namespace, work: Callable) -> Iterator[tuple]:
     """A job for every layout, workload and number of processes that fit together, and what its ranks found."""
-    names = names_of(args)
+    ours = [f"ours-{algorithm}" for algorithm in args.algorithms]
+    names = [*ours, *args.against]
     combinations = itertools.product(args.workloads, args.world, args.layouts)
     for workload, world, layout in combinations:
         if fits(layout, world):
             able = contestants.able(names, layout)
             job = step.Job(layout, workload, able, args.reps)
-            yield job, fleet.run(work, job, world, args.timeout)
+            yield job, fleet.run(work, job, world, SECONDS)
 
 
 def run_step(args: argparse.Namespace) -> Iterator[str]:

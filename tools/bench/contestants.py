@@ -8,8 +8,7 @@ from torch.testing._internal.distributed._muon.common_stock import stock
 from .layouts import Laid
 
 
-LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
-OPTIONS = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 # The Muon that the overlay replaced, and AdamW with foreach or, on GPUs, fused. Both have the same parameters as ours.
 OTHERS = "stock", "adamw"
 
@@ -22,17 +21,16 @@ def able(names: Iterable[str], layout: str) -> tuple[str, ...]:
 
 
 def make(name: str, laid: Laid) -> Optimizer:
-    """The optimizer ``name``. That of ours-p-a has prefetch_count=p and ns_algorithm=a; ours-p-a-fused also fused=True."""
+    """The optimizer ``name``. That of ours-a has ns_algorithm=a; ours-a-fused also fused=True."""
     if name == "stock":
-        return stock().Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
+        return stock().Muon(laid.params, **OPTIONS)
     if name == "adamw":
         is_cpu = laid.params[0].device.type == "cpu"
         return AdamW(laid.params, foreach=is_cpu, fused=not is_cpu, **OPTIONS)
-    _, prefetch, algorithm, *rest = name.split("-")
+    _, algorithm, *rest = name.split("-")
     return Muon(
         laid.params,
-        momentum=MOMENTUM,
-        distributed_config=laid.make_config(prefetch_count=int(prefetch)),
+        distributed_config=laid.config,
         ns_algorithm=algorithm,
         fused=True if "fused" in rest else None,
         **OPTIONS,

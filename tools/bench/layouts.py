@@ -1,8 +1,6 @@
 """Parameters as the frameworks lay them over the ranks."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,18 +14,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    DistributedConfig,
-)
+from torch.optim.muon import create_auto_config, DistributedConfig
 
 from .models import MODELS
 
 
 Shape = tuple[int, ...]
-# With a prefetch_count.
-MakeConfig = Callable[..., DistributedConfig]
+Config = DistributedConfig | Literal["auto"]
 SMALL_BLOCK: list[Shape] = [(64, 64)] * 4 + [(176, 64), (176, 64), (64, 176)]
 # The shapes are (out, in), as torch.nn.Linear holds its weight.
 WORKLOADS: dict[str, list[Shape]] = {
@@ -50,9 +43,8 @@ LAYOUTS = {
 class Laid(NamedTuple):
     """The parameters of one rank, with gradients, and the config that fits them."""
 
-    shapes: Sequence[Shape]
     params: list[nn.Parameter]
-    make_config: MakeConfig
+    config: Config
 
 
 def fits(layout: str, world: int) -> bool:
@@ -65,14 +57,14 @@ def lay(layout: str, workload: str, world: int, device: str = "cpu") -> Laid:
     linears = nn.ModuleList()
     for rows, columns in WORKLOADS[workload]:
         linears.append(nn.Linear(columns, rows, bias=False, device=device))
-    make_config = _wrap(layout, linears, world, device)
+    config = _wrap(layout, linears, world, device)
     torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
     params = list(linears.parameters())
     for param in params:
         local_of(param).normal_()
         param.grad = torch.empty_like(param)
         local_of(param.grad).normal_()
-    return Laid(WORKLOADS[workload], params, make_config)
+    return Laid(params, config)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -80,10 +72,10 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeConfig:
+def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> Config:
     if layout == "ddp":
         DistributedDataParallel(linears)
-        return partial(create_auto_config, ddp_process_group=dist.group.WORLD)
+        return create_auto_config(ddp_process_group=dist.group.WORLD)
     if layout == "fsdp1":
         for index, linear in enumerate(linears):
             linears[index] = FullyShardedDataParallel(
@@ -92,7 +84,7 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeC
                 use_orig_params=True,
             )
         group = linears[0].process_group
-        return partial(create_auto_config, fsdp_process_group=group, module=linears)
+        return create_auto_config(fsdp_process_group=group, module=linears)
     if layout == "shard":
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("outer",))
     else:
@@ -106,4 +98,4 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeC
             fully_shard(linear, mesh=mesh["outer"])
         else:
             fully_shard(linear, mesh=mesh)
-    return create_dtensor_config
+    return "auto"

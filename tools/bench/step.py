@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import _newton_schulz as ns
 
 from . import contestants, engine_view, fleet
-from .layouts import Laid, lay, LAYOUTS
+from .layouts import lay, LAYOUTS, WORKLOADS
 from .table import cores, render
 
 
@@ -44,7 +44,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
         if name == job.names[0]:
             runs["exchange"] = partial(engine_view.exchange, optimizer)
             runs["exchange"]()  # gloo connects
-    runs["newton_schulz"] = partial(_newton_schulz, laid, rank)
+    runs["newton_schulz"] = partial(_newton_schulz, job, rank)
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repetition in range(job.reps):
@@ -61,12 +61,12 @@ def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
     return seconds
 
 
-def _newton_schulz(laid: Laid, rank: int) -> None:
+def _newton_schulz(job: Job, rank: int) -> None:
     if rank:
         return
     coefficients = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
-    for shape in laid.shapes:
-        matrix = torch.ones(shape, dtype=ns.NS_DTYPE, device=laid.params[0].device)
+    for shape in WORKLOADS[job.workload]:
+        matrix = torch.ones(shape, dtype=ns.NS_DTYPE, device=job.device)
         # By torch's own products.
         ns.quintic(matrix, [coefficients] * ns.DEFAULT_NS_STEPS, ns.EPS)
 

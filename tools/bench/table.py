@@ -1,11 +1,7 @@
-"""Tables as plain text, on the terminal and in ``docs/data``."""
+"""Tables as plain text."""
 
 import os
-import shlex
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-
-import torch
 
 
 def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -19,19 +15,6 @@ def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
             cells.append(cell.rjust(width))
         aligned.append("  ".join(cells).rstrip())
     return "\n".join(aligned)
-
-
-def write(path: Path, arguments: Sequence[str], texts: Sequence[str]) -> None:
-    """Writes the output of a command as a page of tables."""
-    command = f"python -m tools.bench {shlex.join(arguments)}"
-    title = f"# {path.stem}"
-    machine = f"`{command}`, torch {torch.__version__}, {cores()} cores"
-    page = [title, machine]
-    for text in texts:
-        page.append(f"```\n{text}\n```")
-    content = "\n\n".join(page)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{content}\n")
 
 
 def cores() -> int:

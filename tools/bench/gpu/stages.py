@@ -31,7 +31,7 @@ from . import training as model
 
 
 ROOT = Path(__file__).parents[3]
-OURS, FUSED = "ours-1-quintic", "ours-1-gram-fused"
+OURS, FUSED = "ours-quintic", "ours-gram-fused"
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short"]
 PYTEST += ["-p", "no:cacheprovider"]
@@ -148,7 +148,7 @@ def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
 
 
 def steps(machine: Machine) -> Found:
-    ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
+    ours = [f"ours-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
     ours += [f"{name}-fused" for name in ours]
     texts = []
     for layout in ("shard", "ddp"):

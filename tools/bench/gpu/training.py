@@ -12,7 +12,7 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.optim import Optimizer
-from torch.optim.muon import create_dtensor_config, partition_named_parameters
+from torch.optim.muon import partition_named_parameters
 
 from .. import contestants, fleet
 from ..layouts import Laid
@@ -84,14 +84,13 @@ def train(
     named_matrices, named_others = partition_named_parameters(model)
     matrices = [param for _, param in named_matrices]
     others = [param for _, param in named_others]
-    shapes = [tuple(matrix.shape) for matrix in matrices]
     tokens = torch.randint(size.vocabulary, (4, size.length), device=device)
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name in names:
         # AdamW has the other parameters.
         optimizers = [
-            contestants.make(name, Laid(shapes, matrices, create_dtensor_config)),
-            contestants.make("adamw", Laid([], others, create_dtensor_config)),
+            contestants.make(name, Laid(matrices, "auto")),
+            contestants.make("adamw", Laid(others, "auto")),
         ]
         step = partial(_train_step, model, optimizers, tokens, device)
         # The first step makes the state, and compilers and libraries choose kernels.
