@@ -2,8 +2,6 @@
 
 import logging
 import multiprocessing
-import os
-import socket
 import tempfile
 import time
 import traceback
@@ -75,10 +73,6 @@ def _rank(
     torch.set_num_threads(1)
     # DTensor warns about slow redistributions of stock Muon, once per rank.
     torch._logging.set_logs(all=logging.ERROR)
-    interfaces = [name for _, name in socket.if_nameindex()]
-    if "lo" in interfaces:
-        # gloo may be unable to resolve the name of this machine.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     accelerator = None
     if device != "cpu":
         accelerator = torch.device(device, rank)

@@ -66,16 +66,14 @@ def nbytes(tensors: Any) -> int:
     return sum(map(nbytes, tensors))
 
 
-# The argument of a collective that travels, and how: to each other rank, or around a ring of all ranks once or twice.
+# How a tensor travels: to each other rank, or around a ring of all ranks once or twice.
 DIRECTLY = "directly"
 HOW_SENT = {
-    "broadcast_": (0, DIRECTLY),
-    "all_gather_into_tensor": (0, DIRECTLY),
-    "allgather_": (1, DIRECTLY),
-    "all_reduce": (0, 2),
-    "allreduce_": (0, 2),
-    "reduce_scatter_tensor": (0, 1),
-    "shard_dim_alltoall": (0, 1),
+    "broadcast_": DIRECTLY,
+    "all_gather_into_tensor": DIRECTLY,
+    "all_reduce": 2,
+    "allreduce_": 2,
+    "reduce_scatter_tensor": 1,
 }
 
 
@@ -90,8 +88,8 @@ def sent_bytes(name: str, args: Any) -> int:
         raise NotImplementedError(f"how many bytes does {name} send?")
     if name == "broadcast_" and args[2] != group.rank():
         return 0
-    argument, how = HOW_SENT[name]
-    sent = nbytes(args[argument]) * others
+    how = HOW_SENT[name]
+    sent = nbytes(args[0]) * others
     return sent if how == DIRECTLY else how * sent // group.size()
 
 
