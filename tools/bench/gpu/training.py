@@ -1,16 +1,18 @@
 """Training of a language model under FSDP2, with compiled blocks, in which the optimizers' step is timed."""
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.muon import partition_named_parameters
 
@@ -18,51 +20,24 @@ from .. import contestants, fleet
 from ..layouts import Laid
 
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+from gpt import GPT
+
+
 class Size(NamedTuple):
     """Sizes of the model and of a micro-batch. A training step of more tokens accumulates gradients."""
 
+    width: int
     layers: int
-    hidden: int
-    vocabulary: int
+    heads: int
     length: int
     # Micro-batches of a training step.
     micro_batches: Sequence[int]
 
 
-# A small vocabulary leaves memory for one GPU.
-BILLION = Size(20, 2048, 16384, 2048, (1, 4, 16))
-TINY = Size(1, 64, 128, 16, (1, 2))
-
-
-class Model(nn.Module):
-    """Blocks between an embedding and the same weights as output head. It has no positions, which cost little."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        hidden = size.hidden
-        self.embedding = nn.Embedding(size.vocabulary, hidden)
-        make_block = partial(
-            nn.TransformerEncoderLayer,
-            hidden,
-            hidden // 64,
-            4 * hidden,
-            dropout=0.0,
-            batch_first=True,
-            norm_first=True,
-            bias=False,
-        )
-        self.blocks = nn.ModuleList(make_block() for _ in range(size.layers))
-        self.norm = nn.RMSNorm(hidden)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            tokens.shape[1], tokens.device, x.dtype
-        )
-        for block in self.blocks:
-            x = block(x, mask, is_causal=True)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+BILLION = Size(2048, 20, 32, 2048, (1, 4, 16))
+TINY = Size(64, 1, 1, 16, (1, 2))
 
 
 def train(
@@ -73,7 +48,7 @@ def train(
     """
     size, names, device, repetitions = job
     torch.manual_seed(0)
-    model = Model(size).to(device)
+    model = GPT(size.width, size.layers, size.heads, size.length).to(device)
     mesh = init_device_mesh(device, (world,))
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -84,7 +59,7 @@ def train(
     named_matrices, named_others = partition_named_parameters(model)
     matrices = [param for _, param in named_matrices]
     others = [param for _, param in named_others]
-    tokens = torch.randint(size.vocabulary, (4, size.length), device=device)
+    tokens = torch.randint(256, (4, size.length), device=device)
     found: dict[str, dict[int, tuple[float, float]]] = {}
     for name in names:
         # AdamW has the other parameters.
@@ -113,7 +88,8 @@ def _train_step(
     """Begins and ends with an idle device. Returns the seconds of all, and of the optimizers."""
     began = time.perf_counter()
     for _ in range(micro_batches):
-        model(tokens).backward()
+        logits = model(tokens)
+        cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     fleet.synchronize(device)
     has_gradients = time.perf_counter()
     for optimizer in optimizers:
