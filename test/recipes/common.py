@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import parallel, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, parallel, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x).unflatten(-1, (-1, 3, 8)).transpose(1, 2)
         query, key, value = heads.unbind(-2)
         if self.context is not None:
-            key, value = (gathered(t, 2, self.context) for t in (key, value))
+            key, value = (joined(t, self.context, Shard(2)) for t in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
 
@@ -94,15 +94,14 @@ class MoE(nn.Module):
         self.experts = nn.ModuleDict(experts[first : first + here])
 
     def forward(self, x):
-        tokens = x if self.group is None else gathered(x, 0, self.group)
+        tokens = x if self.group is None else joined(x, self.group, Shard(0))
         weight, chosen = self.router(tokens).softmax(-1).max(-1)
         mixed = sum(
             weight[..., None] * (chosen == int(number))[..., None] * expert(tokens)
             for number, expert in self.experts.items()
         )
         if self.group is not None:
-            both = [lambda x: all_reduced(x, self.group)] * 2  # each rank has a loss
-            mixed = Exchange.apply(mixed, *both)
+            mixed = joined(mixed, self.group, Partial())
             mixed = mixed.chunk(self.group.size())[self.group.rank()]
         return x + mixed
 
@@ -138,15 +137,15 @@ class CutLinear(nn.Module):
     def forward(self, x):
         weight, tp = self.weight, self.tp
         if self.fsdp is not None:
-            weight = gathered(weight, 0, self.fsdp, self.fsdp.size())
+            weight = joined(weight, self.fsdp, Shard(0), Partial("avg"))
         if self.dim == 0 or x.shape[-1] != weight.shape[1]:
-            x = Exchange.apply(x, torch.clone, lambda grad: all_reduced(grad, tp))
+            x = joined(x, tp, Replicate())
         if self.dim == 0:
             return F.linear(x, weight)
         if x.shape[-1] != weight.shape[1]:  # no layer cut along 0 comes before
             x = x.chunk(tp.size(), -1)[tp.rank()]
         y = F.linear(x, weight)
-        return Exchange.apply(y, lambda y: all_reduced(y, tp), torch.clone)
+        return joined(y, tp, Partial(), Replicate())
 
 
 def cut_linears(model, tp, dim=None, fsdp=None):
@@ -159,37 +158,19 @@ def cut_linears(model, tp, dim=None, fsdp=None):
     return model
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.backward = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.backward(grad), None, None
-
-
-def all_reduced(tensor, group):
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def gathered(x, dim, group, count=1):
-    """The pieces of all ranks, in rank order along ``dim``. Divides the gradient by ``count``."""
-
-    def own(grad):
-        whole = all_reduced(grad, group) / count
-        return whole.chunk(group.size(), dim)[group.rank()]
-
-    return Exchange.apply(x, lambda x: torch.cat(everyone(x.clone(), group), dim), own)
+def joined(x, group, placement, grads=Partial()):
+    """The whole of what the ranks of ``group`` have: pieces, or contributions to a sum. By default, each rank has a
+    loss of its own, and the gradient is that of their sum."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    dtensor = DTensor.from_local(x, mesh, [placement])
+    return dtensor.full_tensor(grad_placements=[grads])
 
 
 def average(parameters, group, count=None):
     """Each gradient becomes the sum over ``group`` divided by ``count``, as under DDP."""
     for p in parameters:
-        p.grad = all_reduced(p.grad, group) / (count or group.size())
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= count or group.size()
 
 
 def batch(step):
@@ -229,13 +210,11 @@ class WholeModel(OneProcess):
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
-        values = self.join({p: p for p in self.names_of if p not in self.muons})
-        here = [name for names in self.names_of.values() for name in names]
-        if len(here) < len(self.whole):  # other ranks have other stages and experts
-            mine = {name: self.whole[name].detach() for name in here} | values
-            values = {n: v for theirs in everyone(mine) for n, v in theirs.items()}
-        for name, value in values.items():
-            self.whole[name].data.copy_(value)
+        values = self.join({param: param for param in self.names_of})
+        for theirs in everyone(values):  # other ranks have other stages and experts
+            for name, value in theirs.items():
+                if name not in self.names:
+                    self.whole[name].data.copy_(value)
         self.one.zero_grad()
         inputs, targets = batch(self.steps)
         F.mse_loss(self.one(inputs), targets).backward()
