@@ -9,7 +9,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from recipes.common import average, Block, CPU, cut_linears, mlp, MoE, parallelize
-from recipes.common import Recipe, Transformer, WIDTH
+from recipes.common import Recipe, TP_DIMS, Transformer, WIDTH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, ShardingStrategy
@@ -166,16 +166,6 @@ class TestTensorParallel(Recipe):
         how = {"tp": tp, "tp_dims": {"w1": 1, "w2": 1}}
         self.check(Transformer(), model, config, matrices, **how)
 
-    def test_by_plan(self):
-        """END_TO_END, TP: ``parallelize_module`` makes DTensors."""
-        mesh = init_device_mesh("cpu", (4,))
-        model = parallelize(Transformer(), mesh)
-        config = create_auto_config(
-            tp_process_group=mesh.get_group(),
-            tp_dim_per_param=detect_tp_dims_from_model(model),
-        )
-        self.check(Transformer(), model, config)
-
     def test_two_optimizers(self):
         """END_TO_END, mixed dimensions: one Muon for each. A dict of dimensions needs only one."""
         mesh = init_device_mesh("cpu", (4,))
@@ -186,17 +176,6 @@ class TestTensorParallel(Recipe):
             config = create_auto_config(tp_process_group=group, tp_shard_dim=dim)
             muons.append(Muon(params, lr=1e-3, distributed_config=config))
         self.compare(Transformer(), model, *muons)
-
-    def test_fsdp1_over_plan(self):
-        """END_TO_END, TP + FSDP, and from FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
-        mesh, fsdp, tp = self.grid("fsdp", "tp")
-        for orig in (False, True):
-            model = parallelize(Transformer(), mesh["tp"])
-            options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
-            model = FSDP(model, use_orig_params=orig, **options)
-            source = {"module": model} if orig else {"fsdp_process_group": fsdp}
-            config = create_auto_config(tp_process_group=tp, tp_shard_dim=1, **source)
-            self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
     def test_fsdp2_over_plan(self):
         """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard`` and without groups."""
@@ -225,24 +204,26 @@ def cut_dims(names):
     return {name.rpartition(".")[2]: 0 for name in names}
 
 
-class LeftOut(Recipe):
-    """Plans that leave matrices out, with the arguments that the documents write. Each rank of TP has a
-    matrix that is left out whole, whatever ``tp_shard_dim`` says: FSDP1's extensions and DTensors show the cuts."""
+class Planned(Recipe):
+    """Plans, with the arguments that the documents write. Each rank of TP has a matrix that is left out whole, whatever
+    ``tp_shard_dim`` says: FSDP1's extensions and DTensors show the cuts."""
 
     def check_each(self, build, names, tp, source=lambda model: {}, **how):
-        """Trains what ``build`` makes with each way to write the arguments, and compares the bits."""
+        """Trains what ``build`` makes with each way to write the arguments, and compares the bits. The plan cuts
+        ``names``, or each matrix by columns or rows."""
         for arguments in (
             lambda model: {"tp_shard_dim": 1},
             lambda model: {"tp_dim_per_param": 0},
             lambda model: {"tp_dim_per_param": {}},
             lambda model: {"tp_dim_per_param": detect_tp_dims_from_model(model)},
         ):
-            model = build()
+            model = build(names)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 options = {"tp_process_group": tp, **arguments(model), **source(model)}
                 config = create_auto_config(**options)
-                pieces = {"tp": tp, "tp_dims": cut_dims(names)}
+                tp_dims = cut_dims(names) if names else TP_DIMS
+                pieces = {"tp": tp, "tp_dims": tp_dims}
                 self.check(Transformer(), model, config, **pieces, **how)
             # That 1 is not the dimension of a matrix that is cut is true. These would be false.
             false = "hold the same values|dimension None|is a guess"
@@ -250,23 +231,24 @@ class LeftOut(Recipe):
             self.assertEverywhere([text for text in texts if re.search(false, text)])
 
 
-class TestLeftOut(LeftOut):
-    def test_left_out_in_plain_tp(self):
-        """END_TO_END, TP: DTensors and plain matrices in one model."""
+class TestPlans(Planned):
+    def test_by_plan(self):
+        """END_TO_END, TP: ``parallelize_module`` makes DTensors, next to plain matrices that a plan leaves out."""
         mesh = init_device_mesh("cpu", (4,))
 
-        def build():
-            return parallelize(Transformer(), mesh, TP_AND_FSDP)
+        def build(names):
+            return parallelize(Transformer(), mesh, names)
 
-        self.check_each(build, TP_AND_FSDP, mesh.get_group())
+        for names in (None, TP_AND_FSDP):
+            self.check_each(build, names, mesh.get_group())
 
-    def test_left_out_under_fsdp1(self):
-        """END_TO_END, TP + FSDP, and from FSDP: the plan and the arguments are theirs."""
+    def test_fsdp1_over_plan(self):
+        """END_TO_END, TP + FSDP, and from FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
         mesh, fsdp, tp = self.grid("fsdp", "tp")
         for orig in (False, True):
 
-            def build():
-                model = parallelize(Transformer(), mesh["tp"], TP_AND_FSDP)
+            def build(names):
+                model = parallelize(Transformer(), mesh["tp"], names)
                 options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
                 return FSDP(model, use_orig_params=orig, **options)
 
@@ -274,14 +256,15 @@ class TestLeftOut(LeftOut):
                 return {"module": model} if orig else {"fsdp_process_group": fsdp}
 
             how = {"source": source, "fsdp": fsdp, "data": [fsdp]}
-            self.check_each(build, TP_AND_FSDP, tp, **how)
+            for names in (None, TP_AND_FSDP):
+                self.check_each(build, names, tp, **how)
 
     def test_left_out_under_fsdp2(self):
         """END_TO_END, TP + FSDP, with ``fully_shard``, which makes DTensors of all matrices."""
         mesh, fsdp, tp = self.grid("fsdp", "tp")
 
-        def build():
-            model = parallelize(Transformer(), mesh["tp"], TP_AND_FSDP)
+        def build(names):
+            model = parallelize(Transformer(), mesh["tp"], names)
             return fully_shard(model, mesh=mesh["fsdp"])
 
         # A matrix that is left out is on FSDP's mesh, which does not know of TP. Each rank of TP repeats it.
@@ -321,22 +304,22 @@ class TestLeftOut(LeftOut):
             self.check(build(), model, config, **pieces, **how)
 
 
-class TestLeftOutOnEight(LeftOut):
+class TestThreeDimensions(Planned):
     world_size = 8
 
-    def test_left_out_under_hsdp(self):
-        """END_TO_END, TP + HSDP: the plan and the arguments are theirs."""
+    def test_tp_hsdp(self):
+        """END_TO_END, TP + HSDP."""
         mesh, replicate, shard, tp = self.grid("replicate", "shard", "tp")
         nodes = mesh["replicate", "shard"]
 
-        def build_fsdp1():
-            model = parallelize(Transformer(), mesh["tp"], TP_AND_HSDP)
+        def build_fsdp1(names):
+            model = parallelize(Transformer(), mesh["tp"], names)
             hybrid = ShardingStrategy.HYBRID_SHARD
             options = {"sharding_strategy": hybrid, "device_id": CPU}
             return FSDP(model, device_mesh=nodes, **options)
 
-        def build_fsdp2():
-            model = parallelize(Transformer(), mesh["tp"], TP_AND_HSDP)
+        def build_fsdp2(names):
+            model = parallelize(Transformer(), mesh["tp"], names)
             return fully_shard(model, mesh=nodes)
 
         def source(model):
@@ -344,30 +327,10 @@ class TestLeftOutOnEight(LeftOut):
             return groups | {"replicate_process_group": replicate}
 
         how = {"source": source, "data": [shard, replicate]}
-        self.check_each(build_fsdp1, TP_AND_HSDP, tp, fsdp=shard, **how)
+        for names in (None, TP_AND_HSDP):
+            self.check_each(build_fsdp1, names, tp, fsdp=shard, **how)
+        # Each rank of TP repeats a matrix that is left out.
         self.check_each(build_fsdp2, TP_AND_HSDP, tp, once=False, **how)
-
-
-class TestThreeDimensions(Recipe):
-    world_size = 8
-
-    def test_tp_hsdp(self):
-        """END_TO_END, TP + HSDP."""
-        mesh, replicate, shard, tp = self.grid("replicate", "shard", "tp")
-        model = FSDP(
-            parallelize(Transformer(), mesh["tp"]),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            device_mesh=mesh["replicate", "shard"],
-            device_id=CPU,
-        )
-        config = create_auto_config(
-            tp_process_group=tp,
-            tp_shard_dim=1,
-            shard_process_group=shard,
-            replicate_process_group=replicate,
-        )
-        how = {"fsdp": shard, "tp": tp, "data": [shard, replicate]}
-        self.check(Transformer(), model, config, **how)
 
     def test_three_groups(self):
         """EXAMPLES 8: FSDP, TP and DDP, each with a group of its own."""
@@ -501,9 +464,10 @@ class TestExpertsAndStages(Recipe):
 class TestFourDimensions(Recipe):
     world_size = 16
 
-    def config_of(self, pp, replicate, shard, tp):
-        """The documents' arguments for these process groups."""
-        return create_auto_config(
+    def test_four_dimensions(self):
+        """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
+        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
+        config = create_auto_config(
             pp_process_group=pp,
             pp_stage_id=pp.rank(),
             pp_num_stages=2,
@@ -512,30 +476,19 @@ class TestFourDimensions(Recipe):
             shard_process_group=shard,
             replicate_process_group=replicate,
         )
-
-    def test_four_dimensions(self):
-        """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
-        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
+        nodes, how = mesh["replicate", "shard"], {"data": [replicate, shard]}
         model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
         # 1F1B runs a second forward pass before the first backward pass, and FSDP1 fails in that.
-        fully_shard(model, mesh=mesh["replicate", "shard"])
-        config = self.config_of(pp, replicate, shard, tp)
-        data, backward = [replicate, shard], backward_of(model, pp, 4)
-        self.check(Transformer(), model, config, data=data, backward=backward)
-
-    def test_left_out_in_four_dimensions(self):
-        """END_TO_END, PP + TP + HSDP: FSDP1, the plan and the arguments are theirs. One micro-batch, so that
-        each forward pass of FSDP1 has its backward pass before the next."""
-        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
-        model = Stage(Transformer(), pp.rank(), 2)
+        fully_shard(model, mesh=nodes)
+        backward = backward_of(model, pp, 4)
+        self.check(Transformer(), model, config, backward=backward, **how)
+        # Theirs: FSDP1, and the plan. Each forward pass of one micro-batch has its backward pass before the next.
         model = FSDP(
-            parallelize(model, mesh["tp"], TP_AND_HSDP),
+            parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"], TP_AND_HSDP),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            device_mesh=mesh["replicate", "shard"],
+            device_mesh=nodes,
             device_id=CPU,
         )
-        config = self.config_of(pp, replicate, shard, tp)
-        how = {"fsdp": shard, "tp": tp, "tp_dims": cut_dims(TP_AND_HSDP)}
-        how |= {"data": [replicate, shard]}
-        how["backward"] = backward_of(model, pp, 1, ScheduleGPipe)
-        self.check(Transformer(), model, config, **how)
+        how |= {"fsdp": shard, "tp": tp, "tp_dims": cut_dims(TP_AND_HSDP)}
+        backward = backward_of(model, pp, 1, ScheduleGPipe)
+        self.check(Transformer(), model, config, backward=backward, **how)
