@@ -50,12 +50,10 @@ def sample(text: Tensor, count: int, context: int, seed: int) -> tuple[Tensor, T
     return windows[:, :-1], windows[:, 1:]
 
 
-def batch_of(
-    step: int, group: dist.ProcessGroup, count: int = 4
-) -> tuple[Tensor, Tensor]:
+def batch_of(step: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Returns windows of the training text. Each rank of ``group`` has windows of its own."""
     seed = step * group.size() + group.rank()
-    return sample(load()[0], count, 64, seed)
+    return sample(load()[0], 4, 64, seed)
 
 
 def loss_of(model: nn.Module, windows: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,10 +3,10 @@
     python examples/compare_gpt.py
     python examples/compare_gpt.py --processes 2 --steps 40 --width 96
 
-Both runs see the same batches. A table compares their losses and seconds, and a picture shows the
-curves. After that, the processes take a few steps with gradients that are identical to those of one
-process: each rank's parameters and momentum must be equal to the last bit, and the ranks may send
-only the bytes that they have to. The exit code is 1 if something does not hold.
+Both runs see the same batches. A table compares their losses, and a picture shows the curves. After
+that, the processes take a few steps with gradients that are identical to those of one process: each
+rank's parameters and momentum must be equal to the last bit, and the ranks may send only the bytes
+that they have to. The exit code is 1 if something does not hold.
 
 The losses of the two runs are close, not equal. The processes add up gradients in another order,
 and Newton-Schulz lifts the rounding of a gradient's small directions to the size of its large ones.
@@ -19,7 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,10 @@ def exact(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of a run, in each of its processes."""
     device = start()
-    began = time.monotonic()
     losses, held_out = train_fsdp2.train(args, device)
-    seconds = time.monotonic() - began
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, exact(args, device))
-    return {"losses": losses, "held_out": held_out, "seconds": seconds, "ranks": ranks}
+    return {"losses": losses, "held_out": held_out, "ranks": ranks}
 
 
 def at_the_end(losses: list[float]) -> float:
@@ -99,10 +96,9 @@ def report(one: dict[str, Any], many: dict[str, Any]) -> list[str]:
     print()
     for name, run in (("one process", one), (f"{len(many['ranks'])} processes", many)):
         first, last = run["losses"][0], at_the_end(run["losses"])
-        held_out, seconds = run["held_out"], run["seconds"]
         print(
             f"  {name}: loss {first:.4f}, {last:.4f} in the last tenth of the steps, "
-            f"{held_out:.4f} on held-out text; {seconds:.1f} s"
+            f"{run['held_out']:.4f} on held-out text"
         )
         if not last < first:  # also if it is NaN
             problems.append(f"{name}: loss did not fall: {first:.4f} to {last:.4f}")

@@ -66,7 +66,7 @@ def main() -> None:
 
     def gradients(step: int) -> Tensor | None:
         # All stages of a replica take one batch.
-        inputs, targets = (part.to(device) for part in batch_of(step, dp, count=8))
+        inputs, targets = (part.to(device) for part in batch_of(step, dp))
         losses: list[Tensor] = []
         given = (inputs,) if stage.is_first else ()
         schedule.step(*given, target=targets if stage.is_last else None, losses=losses)
