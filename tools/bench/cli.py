@@ -4,6 +4,8 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
 
 from . import contestants, fleet, scale, step, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
@@ -63,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def results_of(args: argparse.Namespace, work: Callable) -> Iterator[tuple]:
-    """A job for every layout, workload and number of processes that fit together, and what its ranks found."""
+def compare(command: ModuleType, args: argparse.Namespace) -> Iterator[str]:
+    """Does the work of a command for every layout, workload and number of processes that fit together."""
     ours = [f"ours-{algorithm}" for algorithm in args.algorithms]
     names = [*ours, *args.against]
     combinations = itertools.product(args.workloads, args.world, args.layouts)
@@ -72,21 +74,12 @@ def results_of(args: argparse.Namespace, work: Callable) -> Iterator[tuple]:
         if fits(layout, world):
             able = contestants.able(names, layout)
             job = step.Job(layout, workload, able, args.reps)
-            yield job, fleet.run(work, job, world, SECONDS)
-
-
-def run_step(args: argparse.Namespace) -> Iterator[str]:
-    for job, results in results_of(args, step.work):
-        yield step.text(job, results)
-
-
-def run_bytes(args: argparse.Namespace) -> Iterator[str]:
-    for job, results in results_of(args, traffic.work):
-        yield traffic.text(job, results)
+            results = fleet.run(command.work, job, world, SECONDS)
+            yield command.text(job, results)
 
 
 COMMANDS = {
-    "step": (run_step, "time a step of each implementation"),
-    "bytes": (run_bytes, "count what a step sends"),
+    "step": (partial(compare, step), "time a step of each implementation"),
+    "bytes": (partial(compare, traffic), "count what a step sends"),
     "scale": (scale.run, "calculate a step on many ranks"),
 }
