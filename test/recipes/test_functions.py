@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from recipes.common import average, batches, CPU, cut_linears, mlp, Recipe, STEPS
-from recipes.common import FeedForward, Transformer
+from recipes.common import average, batches, CPU, cut_linears, FeedForward, joined
+from recipes.common import mlp, Recipe, STEPS, Transformer
 from torch import nn
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import Shard
 from torch.nn.functional import mse_loss
 from torch.optim import Muon
 from torch.optim._muon import _single_tensor_muon, _zeropower_via_newtonschulz, muon
@@ -183,9 +184,7 @@ class TestFunctions(Recipe):
             # FSDP cut the pieces of TP, so its pieces are joined first.
             whole, dim = piece, tp_dims[state["current_param_idx"]]
             for group, along in ((fsdp, 0), (tp, dim)):
-                parts = [torch.empty_like(whole) for _ in range(group.size())]
-                dist.all_gather(parts, whole.contiguous(), group=group)
-                whole = torch.cat(parts, along)
+                whole = joined(whole, group, Shard(along))
             return whole
 
         def my_redistribute(update, rank, state):
