@@ -23,7 +23,6 @@ def f(x):
     except ZeroDivisionError:
         x = 1
         raise
-    raise NotImplementedError
 """
 # Runs each branch of this optimizer in a process of its own: spawned, or started by its command line.
 TESTS = """\

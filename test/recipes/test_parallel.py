@@ -322,11 +322,8 @@ class TestThreeDimensions(Planned):
             model = parallelize(Transformer(), mesh["tp"], names)
             return fully_shard(model, mesh=nodes)
 
-        def source(model):
-            groups = {"shard_process_group": shard}
-            return groups | {"replicate_process_group": replicate}
-
-        how = {"source": source, "data": [shard, replicate]}
+        groups = {"shard_process_group": shard, "replicate_process_group": replicate}
+        how = {"source": lambda model: groups, "data": [shard, replicate]}
         for names in (None, TP_AND_HSDP):
             self.check_each(build_fsdp1, names, tp, fsdp=shard, **how)
         # Each rank of TP repeats a matrix that is left out.
