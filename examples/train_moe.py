@@ -46,9 +46,8 @@ class Mixture(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleDict()
         for number in range(EXPERTS):
-            expert = (
-                Expert()
-            )  # every rank draws all of them, so that replicas are equal
+            # Every rank draws all of them, so that replicas are equal.
+            expert = Expert()
             if number % ep.size() == ep.get_local_rank():
                 self.experts[str(number)] = expert
 

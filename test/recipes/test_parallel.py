@@ -87,7 +87,8 @@ class TestDataParallel(Recipe):
         self.check(Transformer(), model, config, backward=backward)
 
     def test_hybrid_shard(self):
-        """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names."""
+        """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names. With ``fully_shard``,
+        the mesh says it all."""
         nodes, ddp, fsdp = self.grid("ddp", "fsdp")
         other_names = {"shard_process_group": fsdp, "replicate_process_group": ddp}
         for where, config in (
@@ -97,13 +98,8 @@ class TestDataParallel(Recipe):
             where["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
             model = FSDP(Transformer(), device_id=CPU, **where)
             self.check(Transformer(), model, config, fsdp=fsdp, data=[fsdp, ddp])
-
-    def test_hybrid_fsdp2(self):
-        """EXAMPLES 6, END_TO_END HSDP, with ``fully_shard``: the mesh says it all."""
-        nodes, replicate, shard = self.grid("replicate", "shard")
         model = fully_shard(Transformer(), mesh=nodes)
-        data = [shard, replicate]
-        self.check(Transformer(), model, create_dtensor_config(), data=data)
+        self.check(Transformer(), model, create_dtensor_config(), data=[fsdp, ddp])
 
     def check_placed(self, mesh, placements, inputs):
         one, model = mlp(bias=True), place_weights(mlp(bias=True), mesh, placements)
@@ -176,13 +172,6 @@ class TestTensorParallel(Recipe):
             config = create_auto_config(tp_process_group=group, tp_shard_dim=dim)
             muons.append(Muon(params, lr=1e-3, distributed_config=config))
         self.compare(Transformer(), model, *muons)
-
-    def test_fsdp2_over_plan(self):
-        """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard`` and without groups."""
-        mesh, fsdp, _ = self.grid("fsdp", "tp")
-        model = parallelize(Transformer(), mesh["tp"])
-        model = fully_shard(model, mesh=mesh["fsdp"])
-        self.check(Transformer(), model, create_dtensor_config(), data=[fsdp])
 
     def test_settings(self):
         """EXAMPLES 5, PROJECT process groups: weights cut by hand, under FSDP1, with EXAMPLES' settings
@@ -259,14 +248,16 @@ class TestPlans(Planned):
             for names in (None, TP_AND_FSDP):
                 self.check_each(build, names, tp, **how)
 
-    def test_left_out_under_fsdp2(self):
-        """END_TO_END, TP + FSDP, with ``fully_shard``, which makes DTensors of all matrices."""
+    def test_fsdp2_over_plan(self):
+        """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard``, which makes DTensors of all matrices: without groups,
+        and with theirs."""
         mesh, fsdp, tp = self.grid("fsdp", "tp")
 
         def build(names):
             model = parallelize(Transformer(), mesh["tp"], names)
             return fully_shard(model, mesh=mesh["fsdp"])
 
+        self.check(Transformer(), build(None), create_dtensor_config(), data=[fsdp])
         # A matrix that is left out is on FSDP's mesh, which does not know of TP. Each rank of TP repeats it.
         self.check_each(build, TP_AND_FSDP, tp, data=[fsdp], once=False)
 
