@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def start() -> torch.device:
     """Joins the processes that torchrun started. Returns this rank's device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group()
-    if device.type == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
     torch.manual_seed(0)  # every rank draws the same weights
     return device
 

@@ -19,8 +19,6 @@ from torch.optim.muon import create_auto_config, partition_named_parameters
 
 def main() -> None:
     device = start()
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
     model = FullyShardedDataParallel(
         GPT(width=64, layers=2, heads=4, context=64),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
