@@ -145,8 +145,7 @@ def grid_groups(
         # Some ranks of a group may share an expert.
         inside = [group for group in candidates if all_ranks <= {*group_ranks(group)}]
     (row,) = [of_replica for of_replica in grid if rank in of_replica]
-    shard = row.index(rank)
-    column = tuple(of_replica[shard] for of_replica in grid)
+    (column,) = [of_shard for of_shard in zip(*grid) if rank in of_shard]
 
     def group_of(ranks: Ranks, shared: str) -> ProcessGroup | None:
         if len(ranks) == 1:

@@ -23,7 +23,7 @@ from .agreement import (
     with_complements,
 )
 from .inputs import Status, StepInputs
-from .params import Matrix, shared_name
+from .params import Matrix
 from .process_groups import GridGroups, InFlight, listed
 from .regions import digest_of
 
@@ -84,9 +84,9 @@ class Statuses(InFlight):
         )
         self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
-        # 32 bits of the optimizer's number over these ranks, and of its names and shapes.
-        names = [(shared_name(m.param, m.name), m.shape) for m in matrices]
-        self._identity = zlib.crc32(repr((groups.serial, names)).encode())
+        # 32 bits of the optimizer's number over the grid. Other grids may have this row or this column.
+        identity = matrices[0].layout.grid, groups.serial
+        self._identity = zlib.crc32(repr(identity).encode())
         # Whether the result is unread. While the all-reduce is in flight, it is not in ``_host``.
         self._is_unread = False
 
