@@ -2,9 +2,13 @@
 """Random configurations: each trains as one process does.
 
 The ranks play what they draw, on meshes and process groups of one to four of them. A plan that fails is printed.
+The test command tries some plans, the same ones each time. ``MUON_TEST_FUZZ=10000`` tries as many, and
+``MUON_TEST_FUZZ_SEED`` says which ones.
 """
 
 import math
+import os
+import unittest
 
 import torch
 from torch.distributed.tensor import Partial
@@ -18,16 +22,18 @@ from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     Matrix,
     Mesh,
     Plan,
+    TIMEOUT,
     WORLD,
 )
 from torch.testing._internal.distributed._muon.checkers.fuzz_player import Player
-from torch.testing._internal.distributed._muon.checkers.fuzz_settings import (
-    fuzz,
-    one_of,
-    st,
-    TIMEOUT,
-)
 from torch.testing._internal.distributed._muon.common_muon import OnCPU, R, S0, S1
+
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise unittest.SkipTest("hypothesis is not installed") from error
 
 
 # Few enough to be made once: whole meshes, and parts of the world.
@@ -64,6 +70,10 @@ OPTIONS = {
     "foreach": (True, False),
     "ns_algorithm": ("gram", "symmetric"),
 }
+
+
+def one_of(*values):
+    return st.sampled_from(values)
 
 
 def rarely():
@@ -226,12 +236,24 @@ def plans(draw):
     )
 
 
+SETTINGS = hypothesis.settings(
+    max_examples=int(os.environ.get("MUON_TEST_FUZZ", "110")),
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    # One configuration may make process groups first, or wait for a busy machine.
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
 class TestMuonFuzz(OnCPU):
     world_size = WORLD
     timeout = TIMEOUT
 
     # Each rank draws the same plans.
-    @fuzz(110, plans())
+    @SETTINGS
+    @hypothesis.seed(int(os.environ.get("MUON_TEST_FUZZ_SEED", "0")))
+    @hypothesis.given(plans())
     def test_trains_as_one_process(self, plan):
         # All ranks make all meshes.
         for mesh in MESHES:

@@ -26,9 +26,9 @@ from torch.testing._internal.distributed._muon.checkers.fuzz_plans import (
     has,
     Matrix,
     Plan,
+    TIMEOUT,
     WORLD,
 )
-from torch.testing._internal.distributed._muon.checkers.fuzz_settings import TIMEOUT
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
