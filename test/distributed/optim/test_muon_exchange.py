@@ -17,7 +17,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     mesh_of,
     OnCPU,
-    ParityAssertions,
     R,
     S0,
     specs,
@@ -103,7 +102,7 @@ def made(ranks):
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
-class LocalGroups(ParityAssertions):
+class TestMuonLocalGroups(OnCPU):
     """Groups that only their members make, which may have any number of groups before."""
 
     def make_unequal_numbers_of_groups(self):
@@ -115,8 +114,6 @@ class LocalGroups(ParityAssertions):
             if self.rank in ranks:
                 self.assertEqual(everyone(self.rank, group), sorted(ranks))
 
-
-class TestMuonSpanningGroups(LocalGroups, OnCPU):
     def test_members_with_unequal_numbers_of_groups(self):
         before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
@@ -131,23 +128,19 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             if self.rank in (0, 2):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
-
-class TestMuonWorldMadeAgain(LocalGroups, OnCPU):
-    world_size = 2
-
     def test_names_start_again_with_the_world(self):
         """A restarted process counts from the beginning, so the others must do so too."""
         folder = everyone(tempfile.mkdtemp())[0]
+        ranks = [0, 1, 2, 3]
         self.make_unequal_numbers_of_groups()
         names = []
         for time in range(3):
-            if time:
-                # The other rank may still need this one's store to make its group.
-                dist.barrier()
-                dist.destroy_process_group()
-                self._init_pg(self.rank, self.world_size, f"{folder}/{time}")
-            names.append([made([0, 1]).group_name for _ in range(2)])
-            self.assertMeet([0, 1], made([0, 1]))
+            # The other ranks may still need this one's store to make their group.
+            dist.barrier()
+            dist.destroy_process_group()
+            self._init_pg(self.rank, self.world_size, f"{folder}/{time}")
+            names.append([made(ranks).group_name for _ in range(2)])
+            self.assertMeet(ranks, made(ranks))
         with self.everywhere():
             self.assertEqual(names, [names[0]] * 3)
             self.assertNotEqual(*names[0])
