@@ -168,7 +168,8 @@ class TestMuonRaises(Faults, OnCPU):
                     dist.destroy_process_group(group)
 
 
-class LostRanks(Faults, common_distributed.MultiProcessTestCase):
+@common_distributed.requires_gloo()
+class TestMuonLostRanks(Faults, common_distributed.MultiProcessTestCase):
     world_size = len(RANKS)
     # Destroying a group would wait for lost ranks.
     destroy_pg_upon_exit = False
@@ -206,17 +207,11 @@ class LostRanks(Faults, common_distributed.MultiProcessTestCase):
         twins.step()
         self.assertEqual(twins.problems(), [])
 
-
-@common_distributed.requires_gloo()
-class TestMuonLostRanks(LostRanks):
     def test_killed(self):
         self.lose(GATHER, signal.SIGKILL)
 
     def test_stopped(self):
         self.lose(STATUSES, signal.SIGSTOP)
-
-    def test_stopped_in_the_agreement(self):
-        self.lose(AGREEMENT, signal.SIGSTOP)
 
 
 if __name__ == "__main__":
