@@ -20,6 +20,7 @@ from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_modules import (
     check_fsdp1,
+    check_module,
     make_units,
     UNITS,
     wrap,
@@ -86,7 +87,6 @@ class RefusalsTestCase(OnCPU):
 class TestMuonFSDP1(RefusalsTestCase):
     def test_strategies_and_units(self):
         for orig, strategy, units, by_module in (
-            (False, FULL, UNITS, False),
             (False, GRAD_OP, None, False),
             (False, NONE, UNITS, True),
             (False, HYBRID, None, True),
@@ -108,8 +108,17 @@ class TestMuonFSDP1(RefusalsTestCase):
             (True, every, NONE),
         ):
             with self.subTest(orig=orig, units=units, strategy=strategy):
-                how = {"units": units, "strategy": strategy, "count": 1 + 5 + 3}
-                check_fsdp1(self, orig, True, Net, groups_of, (4, 4, 6, 6), **how)
+                model = wrap(Net(), orig, strategy, units)
+                check_module(
+                    self,
+                    model,
+                    create_auto_config(module=model),
+                    groups_of(model),
+                    inputs=partial(full, shape=(4, 4, 6, 6)),
+                    count=1 + 5 + 3,
+                    one=Net(),
+                    fsdp=model.process_group,
+                )
 
     def test_every_matrix_of_a_flat_parameter_has_its_own_owner(self):
         layers = (nn.Linear(8, 8, bias=False) for _ in range(8))
@@ -272,14 +281,11 @@ class TestMuonUnsharded(OnCPU):
 class TestMuonDescribe(OnCPU):
     def test_owners(self):
         """Each noun has the right number."""
-        param = nn.Parameter(
-            place(full(0, (64, 32)), Spec((64, 32), mesh_of(4), (S0,)))
-        )
-        muon = Muon([("layers.0", param)], distributed_config="auto")
-        (owner,) = muon.matrix_owners.values()
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(64, 32)]), is_named=True)
+        (owner,) = twins.optimizer.matrix_owners.values()
         line = f"1 matrix on 4 ranks. The busiest owner is rank {owner}, with 4.00 times the mean work"
-        owned = "layers.0" if self.rank == owner else "nothing"
-        _, here, memory = muon.describe().splitlines()
+        owned = "v0" if self.rank == owner else "nothing"
+        _, here, memory = twins.optimizer.describe().splitlines()
         with self.everywhere():
             begin = f"Rank {self.rank} of 4 owns {owned}. It shares"
             self.assertEqual(here, f"{begin} {line}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 
@@ -292,29 +293,20 @@ def wrap(
         )
 
 
-def check_fsdp1(case, orig, by_module=True, make=None, groups=None, x=(5, 9), **how):
+def check_fsdp1(case, orig, by_module=True, steps=2, **wrapping):
     """FSDP1 against one process.
 
     Args:
-        orig: FSDP1's ``use_orig_params``.
+        orig: FSDP1's ``use_orig_params``, with biases next to the matrices.
         by_module: whether the config gets the module, or the process group.
-        make: makes the model; by default one of several units, with biases next to original parameters.
-        groups: the parameter groups of a model's Muon, if it has all parameters.
-        x: the shape of inputs.
-        how: the strategy and units of :func:`wrap`, and ``steps`` and ``count`` of :func:`check_module`.
+        wrapping: the strategy and units of :func:`wrap`.
     """
-    checks = {name: how.pop(name) for name in ("steps", "count") if name in how}
-    one = make_units(orig) if make is None else make()
-    model = wrap(copy.deepcopy(one), orig, **how)
+    one = make_units(orig)
+    model = wrap(copy.deepcopy(one), orig, **wrapping)
     group = model.process_group
     config = create_auto_config(fsdp_process_group=group)
     if by_module:
         config = create_auto_config(module=model)
-    params = groups(model) if groups else None
-
-    def inputs(step):
-        return common_muon.full(100 * step, x)
-
-    return check_module(
-        case, model, config, params, inputs=inputs, one=one, fsdp=group, **checks
-    )
+    inputs = functools.partial(common_muon.full, shape=(5, 9))
+    pieces = {"one": one, "fsdp": group}
+    return check_module(case, model, config, steps=steps, inputs=inputs, **pieces)
