@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import _newton_schulz as ns, _newton_schulz_kernels as forms, Muon
-from torch.optim._muon_formulas import MuonFormulas
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
@@ -195,21 +194,6 @@ class TestFormsOfNewtonSchulz(TestCase):
 
 
 class TestFusedOption(TestCase):
-    def test_kernels_of_a_step(self):
-        """A learning rate that is a tensor on a CPU becomes a number, because a GPU cannot read it."""
-        kernels = mock.Mock()
-        param = nn.Parameter(torch.randn(4, 6))
-        param.grad = torch.randn(4, 6)
-        with (
-            mock.patch.object(MuonFormulas, "takes_kernels", lambda *_: True),
-            mock.patch.dict(sys.modules, {"torch.optim._muon_kernels": kernels}),
-        ):
-            Muon([param], lr=torch.tensor(0.5), fused=True).step()
-        self.assertEqual(kernels.accumulate_and_blend.call_count, 1)
-        (call,) = kernels.apply_updates.call_args_list
-        for number in call.args[2:]:
-            self.assertIs(type(number), float)
-
     def test_no_kernels_without_a_gpu(self):
         """Nor are they imported, or what a config needs. Triton is one of the slowest imports, and is not everywhere."""
         program = """

@@ -363,7 +363,9 @@ class TestOrthogonalization(KernelsTestCase):
     @mock.patch.object(torch.cuda, "is_current_stream_capturing", bool)
     @mock.patch.object(MuonFormulas, "has_kernels", lambda self, device: self.fused)
     def test_steps_of_muon(self):
-        """Steps with the kernels move parameters as steps without them."""
+        """Steps with the kernels move parameters as steps without them. A learning rate that is a tensor on a CPU becomes
+        a number, because a GPU cannot read it.
+        """
         for options in (
             {"lr": 0.1, "momentum": 0.3, "nesterov": False},
             {"lr": torch.tensor(0.1), "weight_decay": 0.1},
@@ -374,7 +376,10 @@ class TestOrthogonalization(KernelsTestCase):
                 expected = self.results(fused=False, **options)
                 with mock.patch.multiple(kernels, **wrapped):
                     found = self.results(fused=True, **options)
-                self.assertTrue(all(each.called for each in wrapped.values()))
+                before, after = wrapped.values()
+                self.assertTrue(before.called)
+                kinds = {type(number) for number in after.call_args.args[2:]}
+                self.assertEqual(kinds, {float})
                 for one, other in zip(found, expected, strict=True):
                     # Gradients and momenta differ in the last bit of float32, and sometimes in that of what is rounded
                     # to float16. Each step moves a parameter by about 0.1 of its norm.
