@@ -77,11 +77,10 @@ PROGRAMS = {
 def second_step(program, number, recorder, device="cpu"):
     """``recorder``, after rank ``number`` has built an optimizer and made two steps, of which the second one counts."""
     with Rank(program, number, device) as rank, recorder:
-        if rank.params:
-            rank.build()
-            rank.step()
-            recorder.begin()
-            rank.step()
+        rank.build()
+        rank.step()
+        recorder.begin()
+        rank.step()
     return recorder
 
 
@@ -93,9 +92,8 @@ def bound_splits(program, build):
     def made(*args, **kwargs):
         world = dist.group.WORLD
         device, world.bound_device_id = world.bound_device_id, None
-        if device is not None:
-            _, _, ranks, *_ = args
-            found[dist.get_rank()].append(tuple(ranks))
+        _, _, ranks, *_ = args
+        found[dist.get_rank()].append(tuple(ranks))
         group = original(*args, **kwargs)
         world.bound_device_id = device
         return group
@@ -148,7 +146,7 @@ class TestMuonRules(TestCase):
     def test_groups(self):
         for name, program in PROGRAMS.items():
             with self.subTest(name):
-                found = bound_splits(program, lambda rank: rank.params and rank.build())
+                found = bound_splits(program, Rank.build)
                 self.assertEqual(len(found), 1, f"{found}")
 
     def test_steady_state(self):
