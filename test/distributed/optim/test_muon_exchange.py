@@ -75,7 +75,8 @@ class TestMuonExchange(OnCPU):
         done = [f"rank {rank} has made two steps" for rank in (0, 1)]
         if stage:
             store.wait(done, self.timeout)
-        twins = Twins(map(Cut, shapes), config, seed=1000 * stage)
+        seeds = [[0, 1, 2], [1000]][stage]
+        twins = Twins(map(Cut, shapes), config, seeds=seeds)
         for _ in range(2):
             twins.step()
         if not stage:
@@ -89,7 +90,7 @@ class TestMuonExchange(OnCPU):
         world = dist.group.WORLD
         groups = {"ddp_process_group": world, "ep_process_group": world}
         config = create_auto_config(**groups, expert_assignments={0: 0})
-        twins = Twins([Cut((6, 4))], config, seed=self.rank)
+        twins = Twins([Cut((6, 4))], config, seeds=[self.rank])
         self.assertTrainsAlike(twins, 1)
         self.assertEqual(twins.optimizer.assignments, {self.rank: [0]})
 

@@ -51,13 +51,12 @@ def all_to(rank):
     return lambda params, state: {rank: list(range(len(params)))}
 
 
-def local_config(assign_fn=None, *, state=None, **options):
+def local_config(assign_fn=None, *, state=None):
     return DistributedConfig(
         assign_fn=assign_fn or all_to(0),
         gather_fn=lambda piece, owner, state: piece,
         redistribute_fn=lambda full, owner, state: full,
         state={} if state is None else state,
-        **options,
     )
 
 

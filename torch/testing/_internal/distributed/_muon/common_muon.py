@@ -334,7 +334,7 @@ class Twins:
     """Distributed parameters with their optimizer, and the same on one process.
 
     ``groups`` are lists of indices with the options of that group. Ranks that share a matrix have its seed
-    in common: one of ``seeds``, or of ``seed`` and those after it.
+    in common, one of ``seeds``.
     """
 
     def __init__(
@@ -342,7 +342,6 @@ class Twins:
         specs,
         config=None,
         groups=None,
-        seed=0,
         seeds=None,
         grad_dtype=None,
         is_named=False,
@@ -350,8 +349,7 @@ class Twins:
     ):
         self.specs = list(specs)
         self.grad_dtype = grad_dtype
-        self.seed = seed
-        self.seeds = list(seeds or range(seed, seed + len(self.specs)))
+        self.seeds = list(seeds or range(len(self.specs)))
         self.params, self.singles, self.starts = [], [], {}
         for number, spec in zip(self.seeds, self.specs, strict=True):
             whole = full(number, spec.shape, spec.dtype)
