@@ -22,10 +22,8 @@ def stage_of(folder, case):
     if folder in ("overlay", "frameworks"):
         return "overlay"
     world_size = getattr(case, "world_size", 1)
-    if isinstance(world_size, property):
-        world_size = world_size.fget(None)
     name = getattr(case, "__name__", "")
-    if world_size >= LARGE or "Stress" in name or "Performance" in name:
+    if world_size >= LARGE or "Performance" in name:
         return "stage4"
     if world_size > 1:
         return "stage3"
