@@ -75,8 +75,7 @@ class TestMuonExchange(OnCPU):
         done = [f"rank {rank} has made two steps" for rank in (0, 1)]
         if stage:
             store.wait(done, self.timeout)
-        seeds = [[0, 1, 2], [1000]][stage]
-        twins = Twins(map(Cut, shapes), config, seeds=seeds)
+        twins = Twins(map(Cut, shapes), config)
         for _ in range(2):
             twins.step()
         if not stage:
