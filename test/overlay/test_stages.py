@@ -4,7 +4,6 @@ ON_ONE_GPU = {
     "TestMuonOnGPU",
     "TestMuonOnOneGPU",
     "TestMuonFusedOnGPU",
-    "TestMuonGraphsOnOneGPU",
 }
 STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}
 
