@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast, NamedTuple
 
 import torch.distributed as dist
@@ -94,8 +95,8 @@ class Told(NamedTuple):
     ep_ranks: Ranks
 
 
-# The shards of one replica, or the replicas of one shard: regions and the rank that holds them.
-Line = tuple[tuple[Regions, int], ...]
+# A column of a layout: its regions, and the ranks that hold them.
+Column = tuple[Regions, Ranks]
 
 
 def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
@@ -111,83 +112,78 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(texts) or 'none'}"
 
 
-def _holders(line: Line) -> Ranks:
-    return tuple(holder for _, holder in line)
-
-
 def layout_of(rank: int, name: Name, told: Mapping[int, Told]) -> tuple[Shape, Layout]:
     """The shape and the layout of a matrix of ``rank``, by what it and the ranks of its groups have ``told``. Raises
     ValueError if the parts do not fit.
     """
     cuts = told[rank].parts[name].cuts
-    shape, rows = _joined(rank, name, cuts, told)
-    everyone = [holder for row in rows for holder in _holders(row)]
-    if len({*everyone}) < len(everyone) or len({*map(len, rows)}) > 1:
+    shape, layout = _joined(rank, name, cuts, told)
+    everyone = [*chain(*layout.grid)]
+    if len({*everyone}) < len(everyone):
         raise ValueError(
             f"the process groups contradict each other: {in_words(cuts, True)} are no grid, like the dimensions of a DeviceMesh. "
             "Two of them have one rank in common"
         )
     # Ranks of one grid may put it together in different orders, and matrices may be cut in different orders of its ranks.
-    rows.sort(key=lambda row: min(_holders(row)))
-    columns = sorted(zip(*rows), key=_holders)
-    grid = tuple(zip(*map(_holders, columns)))
-    return shape, Layout(grid, tuple(column[0][0] for column in columns))
+    rows = sorted(layout.grid, key=min)
+    columns = zip(layout.shards, zip(*rows))
+    return shape, _layout(sorted(columns, key=lambda column: column[1]))
+
+
+def _layout(columns: Sequence[Column]) -> Layout:
+    shards, ranks = zip(*columns)
+    return Layout(tuple(zip(*ranks, strict=True)), shards)
 
 
 def _joined(
     rank: int, name: Name, cuts: Cuts, told: Mapping[int, Told]
-) -> tuple[Shape, list[Line]]:
-    """The shape of what ``rank`` and others have along ``cuts``, and the replicas of it."""
-    part = told[rank].parts[name]
+) -> tuple[Shape, Layout]:
+    """The shape and the layout of what ``rank`` and others have along ``cuts``. The columns are in the order of regions, so
+    that replicas have equal shards.
+    """
     if not cuts:
-        layout = part.layout
-        rows = [tuple(sorted(zip(layout.shards, row))) for row in layout.grid]
-        return part.shape, rows
+        part = told[rank].parts[name]
+        columns = zip(part.layout.shards, zip(*part.layout.grid))
+        return part.shape, _layout(sorted(columns))
     *inner, cut = cuts
-    shapes: list[Shape] = []
-    replicas: dict[int, list[Line]] = {}
+    joined: dict[int, tuple[Shape, Layout]] = {}
     for member in _members(rank, name, cut, told):
         others = told[member].parts[name].cuts[: len(inner)]
-        shape, replicas[member] = _joined(member, name, others, told)
-        shapes.append(shape)
-    if cut.dim is not None:
-        return _end_to_end(shapes, [*replicas.values()], cut.dim)
-    if len({*shapes}) > 1:
+        joined[member] = _joined(member, name, others, told)
+    shapes, layouts = zip(*joined.values())
+    if cut.dim is None and len({*shapes}) > 1:
         raise ValueError(
             f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)}) the ranks have different shapes: {shapes}"
         )
-    all_rows = [row for rows in replicas.values() for row in rows]
-    held = {tuple(regions for regions, _ in row) for row in all_rows}
     # FSDP1's NO_SHARD replicates.
-    if cut.is_sharded and len(held) > 1:
-        return _end_to_end(shapes, [*replicas.values()], None)
-    if len(held) > 1:
+    have_equal_shards = len({layout.shards for layout in layouts}) == 1
+    if cut.dim is not None or (cut.is_sharded and not have_equal_shards):
+        return _end_to_end(shapes, layouts, cut.dim)
+    if not have_equal_shards:
         # FSDP1 cuts these replicas at other places. Each of them is orthogonalized.
-        return shapes[0], replicas[rank]
+        return joined[rank]
+    rows = [row for layout in layouts for row in layout.grid]
     if cut.kind == "cp":
         # The ranks that share a context may be among those that FSDP shards over, and so have joined already.
-        all_rows = list(dict.fromkeys(all_rows))
-    return shapes[0], all_rows
+        rows = dict.fromkeys(rows)
+    return shapes[0], Layout(tuple(rows), layouts[0].shards)
 
 
 def _end_to_end(
-    shapes: Sequence[Shape], replicas: Sequence[Sequence[Line]], dim: int | None
-) -> tuple[Shape, list[Line]]:
-    """Shards along ``dim`` as one."""
-    rows: list[Line] = []
-    for row_of_each in zip(*replicas, strict=True):
-        start, shards = 0, []
-        for shape, row in zip(shapes, row_of_each):
-            for regions, holder in row:
-                if dim is not None:
-                    regions = tuple(region.shifted(dim, start) for region in regions)
-                shards.append((regions, holder))
-            start += shape[dim or 0]
-        rows.append(tuple(sorted(shards)))
-    whole = [*shapes[0]]
-    if dim is not None:
-        whole[dim] = sum(shape[dim] for shape in shapes)
-    return (whole[0], whole[1]), rows
+    shapes: Sequence[Shape], layouts: Sequence[Layout], dim: int | None
+) -> tuple[Shape, Layout]:
+    """Shards along ``dim`` as one; regions of one matrix if it is None."""
+    columns: list[Column] = []
+    whole, start = [*shapes[0]], 0
+    for shape, layout in zip(shapes, layouts):
+        for regions, ranks in zip(layout.shards, zip(*layout.grid)):
+            if dim is not None:
+                regions = tuple(region.shifted(dim, start) for region in regions)
+            columns.append((regions, ranks))
+        if dim is not None:
+            start += shape[dim]
+            whole[dim] = start
+    return (whole[0], whole[1]), _layout(sorted(columns))
 
 
 def _members(
