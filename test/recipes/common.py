@@ -159,7 +159,7 @@ def cut_linears(model, tp, dim=None, fsdp=None):
 
 
 def joined(x, group, placement, grads=Partial()):
-    """The whole of what the ranks of ``group`` have: pieces, or contributions to a sum. By default, each rank has a
+    """The whole of what the ranks of ``group`` have: pieces, replicas, or contributions to a sum. By default, each rank has a
     loss of its own, and the gradient is that of their sum."""
     mesh = DeviceMesh.from_group(group, "cpu")
     dtensor = DTensor.from_local(x, mesh, [placement])

@@ -88,7 +88,7 @@ class TestDataParallel(Recipe):
 
     def test_hybrid_shard(self):
         """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names. With ``fully_shard``,
-        the mesh says it all."""
+        the mesh says which ranks shard and which are replicas."""
         nodes, ddp, fsdp = self.grid("ddp", "fsdp")
         other_names = {"shard_process_group": fsdp, "replicate_process_group": ddp}
         for where, config in (
@@ -214,7 +214,7 @@ class Planned(Recipe):
                 tp_dims = cut_dims(names) if names else TP_DIMS
                 pieces = {"tp": tp, "tp_dims": tp_dims}
                 self.check(Transformer(), model, config, **pieces, **how)
-            # That 1 is not the dimension of a matrix that is cut is true. These would be false.
+            # A warning about the dimension 1 is true. These would be false.
             false = "hold the same values|dimension None|is a guess"
             texts = [str(one.message) for one in warned]
             self.assertEverywhere([text for text in texts if re.search(false, text)])
@@ -470,7 +470,7 @@ class TestFourDimensions(Recipe):
         fully_shard(model, mesh=nodes)
         backward = backward_of(model, pp, 4)
         self.check(Transformer(), model, config, backward=backward, **how)
-        # Theirs: FSDP1, and the plan. Each forward pass of one micro-batch has its backward pass before the next.
+        # The document has FSDP1 and the plan. Each forward pass of one micro-batch has its backward pass before the next.
         model = FSDP(
             parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"], TP_AND_HSDP),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,

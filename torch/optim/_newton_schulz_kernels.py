@@ -126,7 +126,7 @@ def _launch_once(device: torch.device) -> None:
         raise ImportError("Muon's kernels need Triton 3.6 or later")
     from ._muon_kernels import scaled
 
-    # In a dry run, fake tensors have no memory.
+    # Fake tensors have no memory.
     with unset_fake_temporarily(), torch.cuda.device(device):
         ones = torch.ones(8, 8, device=device)
         scaled(ones, ones, torch.float16)

@@ -70,7 +70,7 @@ class TestRegions(TestCase):
         upper, lower = Region(0, 0, 2, 4, 0, 4), Region(2, 0, 2, 4, 0, 4)
         for regions, problem in (
             ([upper], "its pieces hold 8 of 16 elements"),
-            ([upper, lower._replace(row=1)], "hold 16 of 16 elements: they overlap"),
+            ([upper, lower._replace(row=1)], "hold 16 of 16 elements, and overlap"),
             ([upper, lower._replace(row=3)], "its pieces hold 16 of 16 elements"),
         ):
             layout = Layout((tuple(range(len(regions))),), tuple(zip(regions)))

@@ -20,7 +20,7 @@ from .. import contestants, fleet
 from ..layouts import Laid
 
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
 from gpt import GPT
 

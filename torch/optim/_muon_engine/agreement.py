@@ -56,7 +56,7 @@ def differences(reduced: Tensor) -> Tensor:
 
 
 class Meeting(NamedTuple):
-    """What the ranks that meet in each of these ``groups``, one after another, compare."""
+    """The ranks of ``groups`` compare ``signatures``. They meet in one group after another."""
 
     groups: Sequence[ProcessGroup]
     signatures: Sequence[Signature]
@@ -89,7 +89,7 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
     the first difference.
     """
     problem = None if own_error is None else reported(own_error)
-    # The tensors of a dry run may be fake, but this exchange is real.
+    # Parameters may be fake, but this exchange is real.
     with unset_fake_temporarily():
         for meeting in meetings:
             described = (description for description, _ in meeting.signatures)

@@ -39,7 +39,8 @@ class DistributedConfig:
             None, the learning rate is scaled by ``state["global_shapes"]``, a dict of index -> shape of
             the whole matrix.
         async_gpu_parallelism (bool, optional): lets all owners work at the same time. False is for
-            debugging: with ``prefetch_count=0``, each matrix is finished before the next one, in the order of owners (default: True)
+            debugging: with ``prefetch_count=0``, each matrix is finished before the next one, in the order of
+            owners (default: True)
         prefetch_count (int, optional): number of later gathers in flight while one bucket is
             orthogonalized; each takes memory (default: 1)
 

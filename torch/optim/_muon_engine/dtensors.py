@@ -152,7 +152,7 @@ def _in_words(tensor: Any) -> str:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
-    """The ranks of ``mesh`` in ascending order; in a dry run with fake tensors, too."""
+    """The ranks of ``mesh`` in ascending order, among fake tensors, too."""
     with unset_fake_temporarily():
         return tuple(sorted(mesh.mesh.flatten().tolist()))
 
@@ -312,9 +312,9 @@ def _order_of_cuts(
 
 def _runs(indices: Tensor) -> Runs:
     """The runs of ascending ``indices``."""
-    # In a run, indices and their places ascend together.
-    offsets = indices - torch.arange(len(indices), device="cpu")
-    of_runs, counts = offsets.unique_consecutive(return_counts=True)
+    # In a run, indices and their places ascend together. The first index is the difference and the first place.
+    differences = indices - torch.arange(len(indices), device="cpu")
+    of_runs, counts = differences.unique_consecutive(return_counts=True)
     firsts = of_runs + counts.cumsum(0) - counts
     return tuple(zip(firsts.tolist(), counts.tolist()))
 

@@ -40,7 +40,7 @@ from .process_groups import (
     grid_groups,
     GridGroups,
     listed,
-    matrices_before,
+    matrix_counts,
     process_rank,
 )
 from .step import PackedStep
@@ -96,13 +96,15 @@ class Engine:
         is_meta = any(param.tensor.is_meta for param in params)
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         with torch.accelerator.device_index(_device_index(params)):
-            # The assignment computes with tensors, which must be real in a dry run, too.
+            # The assignment computes with tensors, which must be real even if the parameters are fake.
             with unset_fake_temporarily():
                 meetings = self._build(before, check_all)
             if self.is_packed and self.device.type != "cpu" and not is_meta:
                 self._connect(meetings)
         # In the order of all ranks.
-        self.ordered = [*self.reader.params.values()] if self.reader else params
+        self.ordered = params
+        if self.reader is not None:
+            self.ordered = [*self.reader.params.values()]
         has_others = any(groups.several for groups in self.groups.values())
         self._refusal = _refusal(params, has_others)
         if former is not None:
@@ -142,12 +144,12 @@ class Engine:
             config.prefetch_count,
             one_at_a_time=not config.async_gpu_parallelism,
         )
-        before_this = matrices_before()
+        counts = matrix_counts()
         for grid, members in self.plan.members.items():
-            serial = before_this.get(grid, 0)
+            serial = counts.get(grid, 0)
             if self.is_packed:
                 self.groups[grid] = grid_groups(grid, reader.candidates, serial)
-            before_this[grid] = serial + len(members)
+            counts[grid] = serial + len(members)
         return meetings
 
     def _assigned(
@@ -398,7 +400,7 @@ def _device_index(params: Sequence[Param]) -> int | None:
 
 
 def _increment_versions(inputs: StepInputs) -> None:
-    """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
+    """Tells autograd what a step has written: writes to a local tensor do not raise the version of its DTensor."""
     written: list[Tensor] = []
     for of_param in inputs.params:
         if of_param is not None and of_param.user_gradient is not None:
@@ -407,7 +409,7 @@ def _increment_versions(inputs: StepInputs) -> None:
 
 
 def _refusal(params: Sequence[Param], has_others: bool) -> str:
-    """Why the parameters cannot make a step; "" if they can. Whether this rank shares them: ``has_others``."""
+    """Why the parameters cannot make a step; "" if they can. ``has_others`` tells whether other ranks share them."""
     if any(torch.is_complex(param.tensor) for param in params):
         return "Muon does not support complex parameters"
     on_meta = [param.described for param in params if param.tensor.is_meta]

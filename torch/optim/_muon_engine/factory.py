@@ -19,7 +19,7 @@ from .dtensors import matrices_of_dtensor, mesh_ranks, Reader
 from .inputs import cut_out
 from .params import device_of, local_part, Matrix, Param, summed
 from .plan import assign_owners, Owners
-from .process_groups import matrices_before, process_rank, spanning_group
+from .process_groups import matrix_counts, process_rank, spanning_group
 
 
 # Entries of a config's state: the matrices while an engine calls an ``assign_fn``, the step that calls the
@@ -61,7 +61,7 @@ def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
     reader.check_tp_dim(param)
     matrices = reader.by_param.get(index, [])
     is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
-    # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own.
+    # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own shape.
     is_as_read = is_like and (STEP in state or tensor.ndim == 1)
     if param.is_dtensor:
         matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
@@ -71,7 +71,7 @@ def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
         raise ValueError(
             f"parameter {index} holds {len(matrices)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
         )
-    # The piece of a step must not outlive it.
+    # The piece of a step is as large as its parameter, and must not outlive it.
     if not is_as_read:
         reader.by_param[index] = matrices
     if param.is_sum:
@@ -94,16 +94,18 @@ def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
     full = piece.new_zeros(shape)
     for matrix in matrices:
         first_replicas, *_ = matrix.layout.grid
-        for rank, regions in zip(first_replicas, matrix.layout.shards):
+        for holder, regions in zip(first_replicas, matrix.layout.shards):
             # A matrix without elements has no regions.
             for region in regions:
                 target = full.view(-1, *matrix.shape)[matrix.sub]
-                region.of_matrix(target).copy_(region.of_local(pieces[rank]))
+                region.of_matrix(target).copy_(region.of_local(pieces[holder]))
     return full
 
 
 def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:
-    """This rank's piece of the whole ``tensor``, cut without communication; in ``step()``, of the owner's."""
+    """This rank's piece of the whole ``tensor``. In ``step()``, the owner's ``tensor`` is broadcast first. Outside of it,
+    there is no communication.
+    """
     index, reader = state.get("current_param_idx", 0), _reader(state)
     if tensor is not None:
         reader.check_tp_dim(reader.as_param(tensor, index))
@@ -114,11 +116,11 @@ def _redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Te
             "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
         )
     matrices = reader.by_param.get(index, [])
-    if not matrices and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
-        )
     if not matrices:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
+            )
         return tensor
     if tensor.shape != shape_of(reader, index):
         raise ValueError(
@@ -182,7 +184,7 @@ def choose_owners(
     param_count: int, matrices: Sequence[Matrix]
 ) -> tuple[Owners, dict[int, list[int]]]:
     """One owner for each matrix, and the parameter indices of each rank that shares one with this rank."""
-    owners = assign_owners(matrices, matrices_before())
+    owners = assign_owners(matrices, matrix_counts())
     sharing = {matrix.layout.ranks for matrix in matrices}
     owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
@@ -213,7 +215,7 @@ def either(**spellings: Any) -> Any:
 
 
 def shape_of(reader: Reader, index: int) -> torch.Size:
-    """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
+    """The shape of what ``gather_fn`` returns for parameter ``index``."""
     matrix = reader.by_param[index][0]
     (rows, columns), shape = matrix.shape, matrix.param.tensor.shape
     outer, inner = shape[:-2], ()

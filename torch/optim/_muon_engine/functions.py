@@ -196,8 +196,8 @@ class FunctionStep:
     def _redistribute_and_apply(
         self, param: Param, whole: Tensor | None, inputs: StepInputs
     ) -> None:
-        """Gives ``redistribute_fn`` the update, and applies what it returns. Before that, it raises RuntimeError if this is no
-        piece of the update.
+        """Gives ``redistribute_fn`` the update, and applies what it returns. Raises RuntimeError before anything moves if that
+        is no piece of the update.
         """
         update = None
         if whole is not None:
@@ -213,14 +213,13 @@ class FunctionStep:
                 f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
                 stacklevel=2,
             )
-        kind = type(piece).__name__
-        shape = tuple(of_param.local.shape)
+        found, expected = type(piece).__name__, f"shape {tuple(of_param.local.shape)}"
         if isinstance(piece, Tensor):
             piece = local_part(piece)
-            kind = f"shape {tuple(piece.shape)}"
-        if not isinstance(piece, Tensor) or piece.shape != shape:
+            found = f"shape {tuple(piece.shape)}"
+        if found != expected:
             raise RuntimeError(
-                f"redistribute_fn returned {kind} for {param.described}, but this rank's piece of the update has shape {shape}"
+                f"redistribute_fn returned {found} for {param.described}, but this rank's piece of the update has {expected}"
             )
         if of_param.user_gradient is not None and not of_param.problem:
             self.progress.now = "apply", [param]

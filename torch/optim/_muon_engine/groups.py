@@ -377,6 +377,7 @@ class OwnParts:
         tensors: list[fsdp.FlatTensor] = []
         for inside, groups in (self.views or {}).values():
             tensors += inside
+            # This adds the groups.
             self._cuts_of(groups, {})
         for param in params:
             if getattr(param.tensor, "_is_flat_param", False):
@@ -539,6 +540,7 @@ class OwnParts:
         """Adds a ``matrix`` of which this rank has a part."""
         expert, tensor = matrix.param.expert, matrix.param.tensor
         name = expert, self._own.counts[expert], matrix.sub
+        # A DTensor has placements.
         placement = matrix.placement or in_words(cuts)
         self._found[name] = replace(matrix, placement=placement)
         if not cuts:

@@ -61,8 +61,8 @@ class ParamInputs:
         if buffer is None:
             buffer = state["momentum_buffer"] = self._new_momentum()
         self.local = local_part(tensor)
-        # Both are None until ``place`` if they do not fit. The other ranks wait for this one, so they must hear of a
-        # problem first.
+        # Without a problem, both are None until ``place`` if they do not fit. The other ranks wait for this one, so they
+        # must hear of a problem first.
         self.momentum: Any = param.part_of_momentum(buffer, dtype)
         self.gradient = fitting_part(tensor, gradient, dtype)
         if self.momentum is None:
@@ -192,7 +192,7 @@ class StepInputs:
             return [(shapes[0], local, update)]
         start, begin = 0, first[split.dim]
         end = begin + local.shape[split.dim]
-        # How many lines of each part the region has.
+        # How many lines of each part the region has, in the order of all repeats.
         lines: list[int] = []
         for size in split.sizes * split.repeats:
             lines.append(max(0, min(start + size, end) - max(start, begin)))

@@ -178,7 +178,6 @@ class Param:
         # The properties that the layout is read from. Every step compares them.
         self.traits = traits_of(self.tensor)
         self.frozen = self.traits.frozen
-        # A DTensor does not see writes to its local tensor.
         self.is_dtensor = isinstance(self.tensor, DTensor)
         # Whether ranks hold contributions to a sum.
         self.is_sum = is_sum(self.tensor)

@@ -108,7 +108,7 @@ def buckets_in_flight(grid: Grid, prefetch_count: int) -> int:
     return 1 if is_alone(grid) else prefetch_count + 2 + has_forward(grid)
 
 
-# A phase of a bucket, which has this place among those of a rank.
+# A phase, and the index of its bucket among those of the rank.
 Operation = tuple[Phase, int]
 # Matrix -> the global rank that orthogonalizes it.
 Owners = Mapping[Matrix, int]
@@ -148,7 +148,7 @@ def make_plan(
 
 
 def by_grid(matrices: Iterable[Matrix]) -> dict[Grid, list[Matrix]]:
-    """The matrices of each grid that are not frozen. Grids are in the order of all ranks."""
+    """Grid -> its matrices that are not frozen. Grids are in the order of all ranks."""
     members: dict[Grid, list[Matrix]] = {}
     for matrix in matrices:
         if not matrix.param.frozen:

@@ -1,6 +1,4 @@
-"""Process groups: those of a matrix's rows and columns of ranks, and what ranks know of theirs; collectives in flight, and their
-errors.
-"""
+"""Process groups: those of a matrix's rows and columns of ranks; collectives in flight, and their errors."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,9 +101,9 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
         world.bound_device_id, c10d._process_group_name = device, name_of
 
 
-def matrices_before() -> dict[tuple[Ranks, ...], int]:
-    """Grid -> how many matrices the optimizers have that were built over it. Their number names the next optimizer there,
-    and is the place where its owners start.
+def matrix_counts() -> dict[tuple[Ranks, ...], int]:
+    """Grid -> the number of matrices of all optimizers that were built over it. The next optimizer takes this number as its
+    name, and its owners start there.
     """
     return of_world("matrices")
 
@@ -207,8 +205,7 @@ class InFlight:
         """Starts a collective of ``tensors`` in ``group``. They must not be touched until :meth:`wait`."""
         with self._naming(name, group):
             work = start(*tensors, group=group, async_op=True)
-        if work is not None:
-            self.works.append((name, group, work, tensors))
+        self.works.append((name, group, work, tensors))
 
     def wait(self) -> None:
         """Waits for all of them. Raises CollectiveError if one failed."""

@@ -155,16 +155,14 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
 
 def problem_with_tiling(regions: Sequence[Region], shape: Shape) -> str:
     """Why the ``regions`` do not tile a matrix of ``shape``; "" if they do."""
-    # The points where an odd number of rectangles, the matrix among them, have a corner. Without any, the regions hold
-    # each element of the matrix an odd number of times, and no other one. Of so many elements, that is once.
+    # The points where an odd number of rectangles have a corner, the matrix among them. Without any, the regions hold each
+    # element of the matrix an odd number of times, and each place outside of it an even number of times. If they have as
+    # many elements as the matrix, they hold each of them once.
     odd: set[tuple[int, int]] = set()
-    held = 0
     for row, column, height, width, *_ in (*regions, (0, 0, *shape)):
-        held += height * width
         for corner in product((row, row + height), (column, column + width)):
             odd ^= {corner}
-    numel = math.prod(shape)
-    held -= numel
+    held, numel = sum(region.numel for region in regions), math.prod(shape)
     if not odd and held == numel:
         return ""
-    return f"its pieces hold {held} of {numel} elements: they overlap or leave gaps"
+    return f"its pieces hold {held} of {numel} elements, and overlap, leave gaps or stick out"

@@ -84,11 +84,11 @@ class Statuses(InFlight):
         )
         self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
-        # 32 bits of the optimizer's number over the grid. Other grids may have this row or this column.
+        # 32 bits that tell the optimizer from others over the grid, and from those of other grids with this row or column.
         identity = matrices[0].layout.grid, groups.serial
         self._identity = zlib.crc32(repr(identity).encode())
-        # Whether the result is unread. While the all-reduce is in flight, it is not in ``_host``.
-        self._is_unread = False
+        # Whether the result is unread, and whether it is still in ``_table``.
+        self._is_unread = self._is_on_device = False
 
     def start(
         self,
@@ -114,7 +114,7 @@ class Statuses(InFlight):
         self._host.copy_(with_complements(values, len(self._host)))
         self._table.copy_(self._host, non_blocking=True)
         self.reduce()
-        self._is_unread = True
+        self._is_unread = self._is_on_device = True
 
     def reduce(self) -> None:
         """Starts to reduce the tables over the grid."""
@@ -226,14 +226,14 @@ class Statuses(InFlight):
         self.awaits = bool(self._replicated) or self.device.type == "cpu"
 
     def _fetch(self) -> None:
-        """Waits for the all-reduce in flight, if there is one, and brings its result to the host. On accelerators, the device
-        waits and not the host: neither for it nor for the copy.
+        """Waits for the all-reduce in flight, and brings its result to the host. On accelerators, the device waits and
+        not the host: neither for it nor for the copy.
         """
-        if not self.works:
-            return
         self.wait()
-        self._host.copy_(self._table, non_blocking=True)
-        if self._table.device.type != "cpu":
-            # An event alone would record on the current device, which may be another one.
-            stream = torch.accelerator.current_stream(self._table.device)
-            self._copied = stream.record_event(self._copied)
+        if self._is_on_device:
+            self._is_on_device = False
+            self._host.copy_(self._table, non_blocking=True)
+            if self._table.device.type != "cpu":
+                # An event alone would record on the current device, which may be another one.
+                stream = torch.accelerator.current_stream(self._table.device)
+                self._copied = stream.record_event(self._copied)

@@ -89,7 +89,7 @@ class BucketFlight(InFlight):
         group = self.groups.row
         if group is None:
             return
-        # The fake backend, which tells what a rank of a large job needs, refuses an empty side.
+        # The fake backend refuses an empty side. With it, one process tells what a rank of a large job needs.
         has_both = target.numel() and source.numel()
         if not has_both and dist.get_backend(group) == "fake":
             return
@@ -124,8 +124,8 @@ class RoundFlight(InFlight):
         pieces = self.received.split(sizes)
         if not own.is_cpu and group._get_backend(own.device).name() != "gloo":
             # One call, which NCCL makes as a group of broadcasts.
-            def gather(own: Tensor, *pieces: Tensor, **options: Any) -> Any:
-                return dist.all_gather([*pieces], own, **options)
+            def gather(sent: Tensor, *parts: Tensor, **options: Any) -> Any:
+                return dist.all_gather([*parts], sent, **options)
 
             self.launch(name, group, gather, own, *pieces)
             return

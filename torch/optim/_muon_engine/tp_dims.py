@@ -72,12 +72,11 @@ def tp_mark_of(param: Tensor) -> int | None:
 def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | None]:
     """For each parameter of ``model``, the dimension along which TP cuts it; -1 for none; None if nothing says so."""
     views: fsdp.Views = {}
-    params = model.parameters() if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module):
-        views = fsdp.views(model)
+        views, model = fsdp.views(model), model.parameters()
     dims: dict[int, int | None] = {}
     has_placements = False
-    for index, param in enumerate(params):
+    for index, param in enumerate(model):
         placements: list[Any] = []
         if isinstance(param, DTensor):
             # TP is the innermost mesh dimension, because fully_shard puts its own before it.
