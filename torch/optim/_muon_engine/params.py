@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -295,7 +296,7 @@ def checked(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
     """The ``matrices``. Raises ValueError if the shards of one do not tile it, or if a split does not fit."""
     # Matrices of equal layout and shape need one check.
     for matrix in {(m.layout, m.shape): m for m in reversed(matrices)}.values():
-        regions = [r for shard in matrix.layout.shards for r in shard if r.numel]
+        regions = [*chain(*matrix.layout.shards)]
         problem = problem_with_tiling(regions, matrix.shape)
         if problem:
             raise ValueError(f"{matrix.described}: {problem} ({matrix.placement})")
