@@ -1,11 +1,13 @@
 # Owner(s): ["oncall: distributed"]
 """The functions of a config outside of a step, and functions of users on several ranks."""
 
+import copy
 import itertools
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
@@ -109,16 +111,24 @@ class TestMuonUserFunctions(OnCPU):
             self.assertNotIn("all_reduce", seen.names)
             self.assertEqual(torch.equal(param, before), self.rank == 2)
 
+    def test_gather_over_fsdp1(self):
+        """No optimizer has read the parameters, and all of them come as the first one. Some ranks have as many elements of
+        two of them, and other ranks have not.
+        """
+        torch.manual_seed(0)
+        one = nn.Sequential(*(nn.Linear(4, 8, bias=False) for _ in range(3)))
+        model = wrap(copy.deepcopy(one), True, units=None)
+        config = create_auto_config(module=model)
+        for shard, whole in zip(model.parameters(), one.parameters(), strict=True):
+            found = config.gather_fn(shard, 0, config.state)
+            with self.everywhere():
+                self.assertEqual(found, whole, rtol=0, atol=0)
+
     def test_wrapped_functions_over_fsdp1(self):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
         one = make_units()
         model = wrap(make_units(), True)
         config = create_auto_config(module=model)
-        (*_, last), (*_, shard) = one.parameters(), model.parameters()
-        # No optimizer has read it.
-        found = config.gather_fn(shard, 0, config.state)
-        with self.everywhere():
-            self.assertEqual(found, last, rtol=0, atol=0)
         wrap_functions(config, "gather_fn")
         pieces = {"one": one, "fsdp": model.process_group}
         inputs = partial(full, shape=(5, 9))
@@ -133,6 +143,21 @@ class TestMuonUserFunctions(OnCPU):
         wrap_functions(config, "gather_fn")
         build = partial(Muon, [given], distributed_config=config)
         self.assertRaisesEverywhere(build, ValueError, pattern)
+
+    def test_versions_after_an_error(self):
+        """Nobody hears of a problem here, so the other parameters move."""
+        config = create_dtensor_config()
+        wrap_functions(config, "gather_fn")
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8), (8, 8)]), config)
+        twins.set_gradients()
+        twins.optimizer.step()
+        moves, lost = twins.params
+        twins.optimizer.state[lost]["momentum_buffer"] = "lost"
+        version = moves._version
+        pattern = "must be a Tensor but is a str"
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+        with self.everywhere():
+            self.assertGreater(moves._version, version)
 
 
 if __name__ == "__main__":

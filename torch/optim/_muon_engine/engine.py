@@ -340,9 +340,9 @@ class Engine:
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
                 runner.run(inputs)
+            _increment_versions(inputs)
             if problem:
                 raise RuntimeError(problem)
-            _increment_versions(inputs)
         except BaseException as error:
             runner.drain()
             if others_may_go_on:
@@ -403,8 +403,9 @@ def _increment_versions(inputs: StepInputs) -> None:
     """Tells autograd what a step has written: writes to a local tensor do not raise the version of its DTensor."""
     written: list[Tensor] = []
     for of_param in inputs.params:
-        if of_param is not None and of_param.user_gradient is not None:
-            written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
+        if of_param is None or of_param.user_gradient is None or of_param.problem:
+            continue
+        written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
 
 

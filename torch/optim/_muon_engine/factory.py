@@ -62,7 +62,8 @@ def _gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
     matrices = reader.by_param.get(index, [])
     is_like = bool(matrices) and matrices[0].param.tensor.shape == tensor.shape
     # Outside of a step, shapes may have changed. A detached piece of FSDP1's does not know its own shape.
-    is_as_read = is_like and (STEP in state or tensor.ndim == 1)
+    is_detached = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
+    is_as_read = is_like and (STEP in state or is_detached)
     if param.is_dtensor:
         matrices = matrices_of_dtensor(param, reader.layouts, for_whole_mesh=True)
     elif not is_as_read:

@@ -69,7 +69,7 @@ class ParamInputs:
             self.problem = problem_with_momentum(tensor, buffer)
         if gradient is not None and self.gradient is None and not self.problem:
             self.problem = problem_with(tensor, gradient)
-        if self.problem:
+        if self.problem and self.momentum is None:
             # The other ranks may go on, and receive defined values.
             self.momentum = local_part(self._new_momentum())
 

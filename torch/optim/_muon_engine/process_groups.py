@@ -187,7 +187,8 @@ def naming(
         ranks = sorted({rank for group in groups for rank in group_ranks(group)})
         raise CollectiveError(
             f"the {name}, with {listed([*carried])}, among ranks {ranks} failed. One of these ranks ended, failed before it, did "
-            f"not build its Muon or call step() within the timeout, or changed its parameters alone: {error}"
+            "not build its Muon or call step() within the timeout, changed its parameters alone, or waits for a rank that did so: "
+            f"{error}"
         ) from error
 
 
