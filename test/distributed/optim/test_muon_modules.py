@@ -14,6 +14,7 @@ from torch.optim.muon import (
     create_dtensor_config,
     partition_named_parameters,
     partition_parameters,
+    split_of,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.checkers.recorder import Recorder
@@ -188,6 +189,27 @@ class TestMuonFSDP1(RefusalsTestCase):
         self.assertRefused(
             r"'0' of shape .* TP cut", *given, allow_batched_matrices=True
         )
+
+    def test_fused_weights_in_a_flat_parameter(self):
+        layers = [nn.ModuleDict({"gate_up_proj": nn.Linear(4, 6)}) for _ in range(2)]
+        splits = split_of(wrap(nn.ModuleList(layers), units=None))
+        names = [f"{number}.gate_up_proj.weight" for number in range(2)]
+        with self.everywhere():
+            self.assertEqual(splits, dict.fromkeys(names, (3, 3)))
+
+    def test_ignored_by_fsdp1(self):
+        """Each rank has such a parameter alone, in spite of the groups, unless TP cuts it."""
+        mesh = grid_of(2, 2)
+        fsdp, tp = mesh.get_all_groups()
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+        ignored = [model[1].weight]
+        wrapping = {"process_group": fsdp, "ignored_states": ignored}
+        model = wrap(model, True, units=None, **wrapping)
+        groups = {"tp_process_group": tp, "tp_dim_per_param": {}}
+        config = create_auto_config(fsdp, module=model, **groups)
+        owned = Muon(model.parameters(), distributed_config=config).assignments
+        with self.everywhere():
+            self.assertIn(1, owned[self.rank])
 
     def test_parameters_of_others(self):
         """The memory order of parameters that are not Muon's does not matter. A group does not count."""
