@@ -23,6 +23,8 @@ from tools.overlay.payload import ROOT
 LIMITS = {"statements": 90, "branches": 80}
 # The optimizer's files, from the folder that is measured.
 PATTERNS = ("_muon*.py", "_newton_schulz*.py", "muon.py", "_muon_*/**/*.py")
+# Two workers, each with whole classes.
+WORKERS = ["-n2", "--dist=loadgroup", "--no-loadscope-reorder"]
 
 
 def measured() -> dict[str, Any]:
@@ -99,7 +101,7 @@ def run_measured(words: list[str]) -> int:
         # All tests execute most of it many times: see test/conftest.py.
         os.environ["MUON_MEASURE"] = "each" if words else "once"
         # Verbose: a run that is stopped has named its failures.
-        chosen = words or ["-v", "-n2", "--dist=loadgroup", "--no-loadscope-reorder"]
+        chosen = words or ["-v", *WORKERS]
         command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
         code = run_in(Path(sys.executable), command, ROOT)
         print("\nCoverage of the optimizer, all processes:", flush=True)

@@ -57,7 +57,7 @@ def path(tmp_path, monkeypatch):
         data.add_lines({"/elsewhere/torch/optim/a.py": lines})
     data.write()
     monkeypatch.setenv("PYTHONPATH", str(command.COPY))
-    monkeypatch.setattr(command, "WORKERS", "-n0")
+    monkeypatch.setattr(command, "WORKERS", [])
     return command.COPY / "optim" / "a.py"
 
 

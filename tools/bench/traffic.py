@@ -85,7 +85,7 @@ def sent_bytes(name: str, args: Any) -> int:
         _, source, _, _, sizes, *_ = args
         return (len(source) - sizes[group.rank()]) * source.itemsize
     if name not in HOW_SENT:
-        raise NotImplementedError(f"how many bytes does {name} send?")
+        raise ValueError(f"HOW_SENT does not say how {name} sends its bytes")
     if name == "broadcast_" and args[2] != group.rank():
         return 0
     how = HOW_SENT[name]

@@ -17,10 +17,11 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import use_db, WorkDB
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem
 
+from tools.coverage import WORKERS
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
 
-from .record import changed_lines, record, tests_of, WORKERS
+from .record import changed_lines, record, tests_of
 
 
 HERE = Path(__file__).parent
@@ -162,7 +163,7 @@ def test_fault() -> int:
 def run_tests(tests: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
     """Exit code, and the tests that failed before the workers ended."""
     limit = f"-ofaulthandler_timeout={LIMIT}"
-    command = [sys.executable, *PYTEST.split(), *WORKERS.split(), limit, *tests]
+    command = [sys.executable, *PYTEST.split(), *WORKERS, limit, *tests]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     )

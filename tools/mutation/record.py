@@ -10,12 +10,11 @@ from xml.etree import ElementTree
 
 from coverage import CoverageData
 
-from tools.coverage import run_measured
+from tools.coverage import run_measured, WORKERS
 from tools.overlay.errors import WrongTarget
 
 
-WORKERS = "-n2 --dist=loadgroup --no-loadscope-reorder"
-PYTEST = f"{WORKERS} -ojunit_family=xunit1 test/optim test/distributed/optim"
+TESTS = ["-ojunit_family=xunit1", "test/optim", "test/distributed/optim"]
 
 
 def record(place: Path, copy: Path) -> int:
@@ -24,7 +23,7 @@ def record(place: Path, copy: Path) -> int:
     shutil.copytree(copy, place / "recorded")
     (place / "data").unlink(missing_ok=True)
     os.environ |= {"COVERAGE_FILE": f"{place}/data", "MUON_CONTEXTS": "test_function"}
-    return run_measured([*PYTEST.split(), f"--junitxml={place}/tests.xml"])
+    return run_measured([*WORKERS, *TESTS, f"--junitxml={place}/tests.xml"])
 
 
 def changed_lines(place: Path, copy: Path, path: Path) -> set[int]:

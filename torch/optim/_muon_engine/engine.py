@@ -405,7 +405,8 @@ def _increment_versions(inputs: StepInputs) -> None:
     for of_param in inputs.params:
         if of_param is None or of_param.user_gradient is None or of_param.problem:
             continue
-        written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
+        if of_param.param.is_dtensor:
+            written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
 
 

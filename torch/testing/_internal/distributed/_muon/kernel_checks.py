@@ -420,7 +420,7 @@ class TestCompiled(TestCase):
             # A Gram matrix, its polynomial, and a short product's polynomial.
             if has_base and in_columns:
                 continue
-            # Of the GPUs that differ in shared memory only, the variant that has most to do.
+            # GPUs that differ in shared memory only compile the variant that has most to do.
             if capability not in (80, 90) and not (has_base and has_parts):
                 continue
             major = capability // 10
