@@ -3,11 +3,9 @@
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from types import ModuleType
+from collections.abc import Iterator, Sequence
 
-from . import contestants, fleet, scale, step, traffic
+from . import contestants, fleet, scale, step
 from .layouts import fits, LAYOUTS, WORKLOADS
 
 
@@ -17,18 +15,14 @@ SECONDS = 900  # of one table
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
-    for name, (run, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary)
-        command.set_defaults(run=run)
-        add = command.add_argument
-        if name == "scale":
-            _add_scale(add)
-        else:
-            _add_comparison(add)
+    _add_step(commands.add_parser("step", help="time a step of each implementation"))
+    _add_scale(commands.add_parser("scale", help="calculate a step on many ranks"))
     return result
 
 
-def _add_scale(add: Callable[..., object]) -> None:
+def _add_scale(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=scale.run)
+    add = command.add_argument
     models = ", ".join(scale.MODELS)
     add("--model", nargs="+", required=True, help=f"{models}, or module:function")
     add("--ranks", nargs="+", type=int, default=[64], help="GPUs")
@@ -43,15 +37,16 @@ def _add_scale(add: Callable[..., object]) -> None:
     add("--gpu", nargs="+", default=["h100"], metavar="NAME[=VALUE]", help=names)
 
 
-def _add_comparison(add: Callable[..., object]) -> None:
-    """The arguments of commands that compare implementations."""
+def _add_step(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=compare)
+    add = command.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
     add("--world", nargs="+", type=int, default=[2, 4], help="processes")
     add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
     others = contestants.OTHERS
     add("--against", nargs="*", choices=others, default=others, metavar="OTHER")
-    add("--reps", type=int, default=11, help="of step")
+    add("--reps", type=int, default=11, help="repetitions")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compare(command: ModuleType, args: argparse.Namespace) -> Iterator[str]:
-    """Does the work of a command for every layout, workload and number of processes that fit together."""
+def compare(args: argparse.Namespace) -> Iterator[str]:
+    """Times steps for every layout, workload and number of processes that fit together."""
     ours = [f"ours-{algorithm}" for algorithm in args.algorithms]
     names = [*ours, *args.against]
     combinations = itertools.product(args.workloads, args.world, args.layouts)
@@ -74,12 +69,5 @@ def compare(command: ModuleType, args: argparse.Namespace) -> Iterator[str]:
         if fits(layout, world):
             able = contestants.able(names, layout)
             job = step.Job(layout, workload, able, args.reps)
-            results = fleet.run(command.work, job, world, SECONDS)
-            yield command.text(job, results)
-
-
-COMMANDS = {
-    "step": (partial(compare, step), "time a step of each implementation"),
-    "bytes": (partial(compare, traffic), "count what a step sends"),
-    "scale": (scale.run, "calculate a step on many ranks"),
-}
+            results = fleet.run(step.work, job, world, SECONDS)
+            yield step.text(job, results)

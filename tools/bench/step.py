@@ -104,8 +104,5 @@ def text(job: Job, results: Sequence[dict[str, list[float]]]) -> str:
     table = render(["", "ms", "x limit (quartiles)"], rows)
     _, load, _ = os.getloadavg()
     repetitions = f"{job.reps} repetitions, load average {load:.1f}"
-    return f"{title(job, len(results))}: {repetitions}\n{table}"
-
-
-def title(job: Job, world: int) -> str:
-    return f"{job.workload}, {LAYOUTS[job.layout]}, {world} processes"
+    title = f"{job.workload}, {LAYOUTS[job.layout]}, {len(results)} processes"
+    return f"{title}: {repetitions}\n{table}"

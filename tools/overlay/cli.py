@@ -29,7 +29,7 @@ a PyTorch checkout or an installed torch.
 start here: python setup_overlay.py verify
 examples: docs/install.md, CONTRIBUTING.md
 """
-TIME = "fifteen minutes on two cores"  # of all tests, as the README says, too
+TIME = "ten minutes on two cores"  # of all tests, as the README says, too
 # On another interpreter: the optimizer's tests, and why some are skipped.
 ELSEWHERE = ["-rs", "test/optim", "test/distributed/optim"]
 TEST = "test/distributed/optim/test_muon.py"

@@ -24,7 +24,7 @@ PACKAGES = (
 # docs/frameworks.md says what holds with these. torchtitan imports triton, too.
 FRAMEWORKS = (
     "accelerate==1.15.0", "transformers==5.23.0", "trl==1.16.0", "peft==0.21.2", "lightning==2.6.6",
-    "torchtitan==0.3.0", "muon-optimizer==0.1.0",
+    "torchtitan==0.3.0",
     "megatron-core==0.16.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
