@@ -21,8 +21,6 @@ from tools.overlay.payload import ROOT
 
 # Percent that all files together have to reach, by coverage's names.
 LIMITS = {"statements": 90, "branches": 80}
-# The optimizer's files, from the folder that is measured.
-PATTERNS = ("_muon*.py", "_newton_schulz*.py", "muon.py", "_muon_*/**/*.py")
 # Two workers, each with whole classes.
 WORKERS = ["-n2", "--dist=loadgroup", "--no-loadscope-reorder"]
 
@@ -34,15 +32,10 @@ def measured() -> dict[str, Any]:
     coverage.load()
     coverage.combine(strict=False)
     coverage.save()
-    # Named, since coverage by itself does not know of files that no test imports.
-    place = Path(os.environ["MUON_MEASURED"])
-    files = []
-    for pattern in PATTERNS:
-        files.extend(str(file) for file in place.glob(pattern))
-    coverage.report(files)
+    coverage.report()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        coverage.json_report(files, outfile=str(report))
+        coverage.json_report(outfile=str(report))
         return json.loads(report.read_text())
 
 

@@ -1,15 +1,14 @@
-"""split_of() against the forwards of transformers and Megatron: which lines become which tensor."""
+"""split_of() against the forwards of transformers: which lines become which tensor."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.optim._muon_split import Split
 from torch.overrides import TorchFunctionMode
 
 
-HOW = "run `setup_overlay.py test --frameworks`"
-transformers = pytest.importorskip("transformers", reason=HOW)
+how = "run `setup_overlay.py test --frameworks`"
+transformers = pytest.importorskip("transformers", reason=how)
 pytest.importorskip("torch.optim.muon")
 from torch.optim.muon import Muon, partition_named_parameters, split_of
 
@@ -169,32 +168,3 @@ def test_heads_are_those_of_the_forward(name, options, weights):
         return tensor.unbind(1) if tensor.ndim == 4 else ()
 
     check(model, of_attention, weights, pieces)
-
-
-@pytest.fixture
-def megatron():
-    state = pytest.importorskip("megatron.core.parallel_state", reason=HOW)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    state.initialize_model_parallel()
-    yield
-    state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("groups", [2, 6])
-def test_megatron_attention(megatron, groups):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    sizes = {"hidden_size": 24, "num_layers": 1, "ffn_hidden_size": 10}
-    heads = {"num_attention_heads": 6, "kv_channels": 4, "num_query_groups": groups}
-    plain = {"use_cpu_initialization": True, "add_bias_linear": False}
-    config = TransformerConfig(**sizes, **heads, **plain)
-    spec = get_gpt_layer_local_spec().submodules.self_attention
-    module = build_module(spec, config=config, layer_number=1)
-    weight = module.linear_qkv.weight
-    split = split_of(torch.nn.ModuleList([module]))["0.linear_qkv.weight"]
-    tensors = module.get_query_key_value_tensors(torch.randn(3, 2, 24))
-    for part, tensor in zip(elements(split, weight), tensors, strict=True):
-        assert torch.equal(part, used(tensor, weight))

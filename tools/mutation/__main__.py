@@ -21,7 +21,7 @@ from tools.coverage import WORKERS
 from tools.overlay.errors import WrongTarget
 from tools.overlay.payload import ROOT
 
-from .record import changed_lines, record, tests_of
+from .record import record, sources, tests_of
 
 
 HERE = Path(__file__).parent
@@ -82,14 +82,18 @@ def copy_optimizer() -> None:
 
 def try_faults(args: argparse.Namespace) -> int:
     copy_optimizer()
-    for path in (COPY / "optim").rglob("*.py"):
-        changed_lines(PLACE, COPY, path)  # the record must have each file
+    if sources(PLACE / "recorded") != sources(COPY):
+        raise WrongTarget("first `python -m tools.mutation --record`")
     os.environ["PYTHONPATH"] = str(COPY)
     command = f"{sys.executable} -m tools.mutation --test"
     with use_db(PLACE / f"{args.seed}.sqlite") as database:
         if not args.resume:
             draw(database, sorted((COPY / "optim").rglob("*.py")), args)
         for item in database.pending_work_items:
+            (mutation,) = item.mutations
+            (first, _), (last, _) = mutation.start_pos, mutation.end_pos
+            file = mutation.module_path.relative_to(COPY)
+            os.environ["MUON_FAULT"] = f"{first} {last} {file}"
             result = mutate_and_test(item.mutations, command, ALL)
             database.set_result(item.job_id, result)
             print(
@@ -146,11 +150,10 @@ def name_of(mutation: MutationSpec) -> str:
 
 
 def test_fault() -> int:
-    """Runs the tests that execute what is changed in the copy. Returns 1 if one fails that passes without it."""
-    tests: list[str] = []
-    for path in sorted((COPY / "optim").rglob("*.py")):
-        if path.read_bytes() != (ROOT / "torch" / path.relative_to(COPY)).read_bytes():
-            tests = tests_of(PLACE, COPY, path)
+    """Runs the tests that execute the faulty lines. Returns 1 if one fails that passes without the fault."""
+    first, last, file = os.environ["MUON_FAULT"].split()
+    lines = set(range(int(first), int(last) + 1))
+    tests = tests_of(PLACE, Path(file), lines)
     code, failed = run_tests(tests, dict(os.environ))
     if failed and set(failed) <= set(tests):
         # They may fail without the fault, too.

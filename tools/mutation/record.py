@@ -1,7 +1,6 @@
 """Which tests execute a line: what a measured run of the optimizer's tests recorded."""
 
 import ast
-import difflib
 import os
 import shutil
 from collections import Counter
@@ -11,7 +10,6 @@ from xml.etree import ElementTree
 from coverage import CoverageData
 
 from tools.coverage import run_measured, WORKERS
-from tools.overlay.errors import WrongTarget
 
 
 TESTS = ["-ojunit_family=xunit1", "test/optim", "test/distributed/optim"]
@@ -26,28 +24,18 @@ def record(place: Path, copy: Path) -> int:
     return run_measured([*WORKERS, *TESTS, f"--junitxml={place}/tests.xml"])
 
 
-def changed_lines(place: Path, copy: Path, path: Path) -> set[int]:
-    """The lines of the recorded file that ``path``, a file of the copy, lacks."""
-    recorded = place / "recorded" / path.relative_to(copy)
-    if not recorded.exists() or not (place / "tests.xml").exists():
-        raise WrongTarget("first `python -m tools.mutation --record`")
-    old, new = (file.read_text().split("\n") for file in (recorded, path))
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    found: set[int] = set()
-    for kind, begin, end, _, _ in matcher.get_opcodes():
-        if kind != "equal":
-            found.update(range(begin + 1, max(end, begin + 1) + 1))
-    return found
+def sources(folder: Path) -> dict[Path, bytes]:
+    """The files of a copy. A record is of those that it was made with."""
+    files = folder.rglob("*.py")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
-def tests_of(place: Path, copy: Path, path: Path) -> list[str]:
-    """The tests that execute the changed lines of ``path``, quick classes first."""
-    lines = changed_lines(place, copy, path)
+def tests_of(place: Path, faulty: Path, lines: set[int]) -> list[str]:
+    """The tests that execute ``lines`` of a recorded file, quick classes first."""
     # Any test may need the lines that an import executes: the record credits them to few tests.
     functions = None
-    recorded = place / "recorded" / path.relative_to(copy)
-    if lines <= lines_in_functions(recorded.read_text()):
-        functions = functions_that_execute(place, path.relative_to(copy), lines)
+    if lines <= lines_in_functions((place / "recorded" / faulty).read_text()):
+        functions = functions_that_execute(place, faulty, lines)
     found = []
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(place / "tests.xml").iter("testcase"):

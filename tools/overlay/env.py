@@ -25,7 +25,6 @@ PACKAGES = (
 FRAMEWORKS = (
     "accelerate==1.15.0", "transformers==5.23.0", "trl==1.16.0", "peft==0.21.2", "lightning==2.6.6",
     "torchtitan==0.3.0",
-    "megatron-core==0.16.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
