@@ -3,7 +3,6 @@ a ``distributed_config``, the engine runs them between its collectives.
 """
 
 import math
-import zlib
 from collections.abc import MutableMapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -123,11 +122,6 @@ class MuonFormulas(NamedTuple):
     def moves_parameters(self) -> bool:
         """Whether a step moves parameters. Checkpoints make a step that does not."""
         return self._readable_lr != 0
-
-    @property
-    def options_digest(self) -> int:
-        """32 bits of the values that ranks compare."""
-        return zlib.crc32(repr(self.option_texts()).encode())
 
     @property
     def form(self) -> tuple[Split, bool]:

@@ -6,7 +6,6 @@ to 255. A rank without an opinion sends zero twice. Ranks send texts only if the
 """
 
 import ctypes
-import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
-from .process_groups import device_of_group, naming, process_rank
+from .process_groups import device_of_group, naming, process_rank, short_hash
 
 
 # All comparisons of a rank send as many bytes at once, so that ranks which confuse them get an error instead of another
@@ -108,9 +107,8 @@ def agree(meetings: Sequence[Meeting], own_error: Exception | None) -> None:
 def _disagreement(meeting: Meeting, problem: Exception | None) -> Exception | None:
     """The error of a rank of the meeting, or how their signatures differ; None if all agree. All ranks must call this."""
     fields = [fields for _, fields in meeting.signatures]
-    digest = hashlib.sha256(repr(fields).encode()).digest()
     has_problem = problem is not None
-    table = with_complements(bytes([1 + has_problem, *digest]))
+    table = with_complements([1 + has_problem, *short_hash(fields).encode()])
     table = table.to(device_of_group(meeting.groups[0]))
     for group in meeting.groups:
         dist.all_reduce(table, dist.ReduceOp.MAX, group=group)

@@ -22,7 +22,7 @@ from .params import (
     shared_name,
     whole_matrices,
 )
-from .process_groups import process_rank, Ranks, short_name
+from .process_groups import process_rank, Ranks, short_hash
 from .regions import Layout, Region, Regions
 
 
@@ -86,7 +86,7 @@ class Reader:
         meshes = sorted({mesh for _, mesh in placed}, key=_order_of_mesh)
         # The lists of thousands of ranks take long to make.
         ranks_of = {mesh: mesh_ranks(mesh) for mesh in meshes}
-        arrangements = {mesh: short_name(mesh.mesh.tolist()) for mesh in meshes}
+        arrangements = {mesh: short_hash(mesh.mesh.tolist()) for mesh in meshes}
         self.groups_of, self.candidates = {}, []
         for mesh in meshes:
             groups = mesh.get_all_groups()

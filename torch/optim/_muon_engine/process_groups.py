@@ -93,7 +93,7 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
         # It only grows: the store keeps what the members of a destroyed group wrote.
         calls = of_world("calls")
         calls[ranks] = calls.get(ranks, 0) + 1
-        name = f"muon_{short_name(ranks)}_{calls[ranks]}"
+        name = f"muon_{short_hash(ranks)}_{calls[ranks]}"
         c10d._process_group_name = lambda *args, **kwargs: name
     try:
         yield
@@ -165,9 +165,9 @@ def device_of_group(group: ProcessGroup) -> torch.device:
     return current_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
-def short_name(ranks: Any) -> str:
-    """A name of an arrangement of ranks, of one length."""
-    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+def short_hash(value: Any) -> str:
+    """Sixteen digits that stand for ``value``, for ranks to compare."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 class CollectiveError(RuntimeError):

@@ -1,6 +1,5 @@
 """Where the elements of matrices are: regions of a rank's storage, and the layout of a matrix."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .process_groups import Ranks
+from .process_groups import Ranks, short_hash
 
 
 class Region(NamedTuple):
@@ -119,8 +118,7 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """A hash that ranks compare in place of the layout."""
-        content = repr((self.grid, self.shards))
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        return short_hash((self.grid, self.shards))
 
     def regions_of(self, rank: int) -> Regions:
         _, shard = self.places[rank]

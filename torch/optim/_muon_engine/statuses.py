@@ -6,7 +6,6 @@ of the grid. The first steps, and each one on a CPU, wait for the result, and ra
 differ. On accelerators, a later step acts on what this rank knows, and the step after it reads the result.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,7 +23,7 @@ from .agreement import (
 )
 from .inputs import Status, StepInputs
 from .params import Matrix
-from .process_groups import GridGroups, InFlight, listed
+from .process_groups import GridGroups, InFlight, listed, short_hash
 from .regions import digest_of
 
 
@@ -84,9 +83,8 @@ class Statuses(InFlight):
         )
         self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
-        # 32 bits that tell the optimizer from others over the grid, and from those of other grids with this row or column.
-        identity = matrices[0].layout.grid, groups.serial
-        self._identity = zlib.crc32(repr(identity).encode())
+        # Digits that tell the optimizer from others over the grid, and from those of other grids with this row or column.
+        self._identity = short_hash((matrices[0].layout.grid, groups.serial))[:8]
         # Whether the result is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
@@ -103,12 +101,12 @@ class Statuses(InFlight):
         """
         values = bytearray([_NO + has_changed, _NO + knows_of_problem])
         # No digit has the byte zero.
-        values += f"{step:08x}{self._identity:08x}".encode()
+        values += f"{step:08x}{self._identity}".encode()
         if inputs is not None:
-            of_groups = [formulas.options_digest for formulas in inputs.formulas]
+            of_groups = [short_hash(f.option_texts()) for f in inputs.formulas]
             # Ranks may have equal options in one parameter group or in several.
             options = [of_groups[m.param.param_group] for m in self.matrices]
-            values += f"{zlib.crc32(repr(options).encode()):08x}".encode()
+            values += short_hash(options)[:8].encode()
             values += bytes(inputs.status(matrix) for matrix in self.matrices)
         # The last result was read, so this memory is free. A copy from it does not wait.
         self._host.copy_(with_complements(values, len(self._host)))
