@@ -67,9 +67,13 @@ SERVERS = 2
 UNTRACED_FILES = {"test_muon_fuzz", "test_muon_rules"}
 # Classes of other files that repeat what others execute.
 UNTRACED = {
+    "TestKernelsTogether",
     "TestMuonCheckpoints",
     "TestMuonLongRuns",
     "TestMuonLostRanks",
+    "TestMuonMatrixOf8",
+    "TestMuonParityOf8",
+    "TestMuonParityOf32",
 }
 
 

@@ -34,8 +34,17 @@ def has_old_interpreter():
     return triton < "3.7" and numpy >= "2.4"
 
 
-@unittest.skipIf(find_spec("triton") is None, "there is no Triton")
-class TestKernels(TestCase):
+needs_interpreter = unittest.skipIf(
+    has_old_interpreter(), "Triton's interpreter takes NumPy 2.4 from 3.7 on"
+)
+
+
+class KernelsTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        if find_spec("triton") is None:
+            self.skipTest("there is no Triton")
+
     def check(self, *classes, **variables):
         with tempfile.TemporaryDirectory() as cache:
             variables |= {"TRITON_CACHE_DIR": cache}
@@ -49,12 +58,17 @@ class TestKernels(TestCase):
             )
         self.assertEqual(done.returncode, 0, done.stderr)
 
-    @unittest.skipIf(
-        has_old_interpreter(), "Triton's interpreter takes NumPy 2.4 from 3.7 on"
-    )
+
+class TestKernels(KernelsTestCase):
+    @needs_interpreter
     def test_interpreted(self):
-        classes = "TestProducts", "TestPasses", "TestOrthogonalization"
-        self.check(*classes, TRITON_INTERPRET="1")
+        self.check("TestProducts", "TestPasses", TRITON_INTERPRET="1")
+
+
+class TestKernelsTogether(KernelsTestCase):
+    @needs_interpreter
+    def test_interpreted(self):
+        self.check("TestOrthogonalization", TRITON_INTERPRET="1")
 
     def test_compiled(self):
         self.check("TestCompiled")
