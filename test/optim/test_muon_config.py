@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import pickle
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -271,8 +272,10 @@ class TestUserFunctions(MuonTestCase):
             self.assertEqual(fulls, [received], exact_dtype=False)
             return -param.detach()[0, 0].item()
 
-        self.assertEqual(moved(torch.ones(8, 2)), 0.5 * 2)
-        self.assertEqual(moved(None, global_shapes={0: (8, 2)}), 0.5 * 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(moved(torch.ones(8, 2)), 0.5 * 2)
+            self.assertEqual(moved(None, global_shapes={0: (8, 2)}), 0.5 * 2)
         with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
             self.assertEqual(moved(None), 0.5)
 

@@ -277,6 +277,8 @@ FUSED = [
     ("c_attn", (8, 32), SIX, None, None),
     ("gate_up_proj", (3, 12, 8), {}, None, None),
     ("query_key_value", (56, 8), SIX | {"num_kv_heads": 4}, None, None),
+    # To the latents of all heads.
+    ("q_a_proj", (16, 8), LATENT, None, None),
 ]
 
 

@@ -239,11 +239,14 @@ class TestBatches(MuonTestCase):
             (torch.ones(16, 4, 6), {"foreach": True, **auto}, [(16, 4, 6)]),
         ):
             with self.subTest(options=options, expected=expected):
-                params = [nn.Parameter(tensor.clone()) for tensor in tensors]
-                for param in params:
+                groups = []
+                for number, tensor in enumerate(tensors):
+                    param = nn.Parameter(tensor.clone())
                     param.grad = torch.ones_like(param)
+                    # Groups that differ in their rates only.
+                    groups.append({"params": [param], "lr": 0.1 * number})
                 with NewtonSchulzCalls() as calls:
-                    Muon(params, **options).step()
+                    Muon(groups, **options).step()
                 self.assertEqual(calls.batches, expected)
 
 

@@ -155,7 +155,7 @@ def users_functions(config: DistributedConfig) -> list[str]:
     return [n for n in ("gather", "redistribute") if not is_from_factory(config, n)]
 
 
-def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
+def reader_of(config: DistributedConfig, takes_stacks: bool) -> Reader | None:
     """A new reader; None if the user wrote the config from scratch, or for another framework."""
     is_elsewhere = "rank" in config.state and not dist.is_initialized()
     if is_elsewhere and len(users_functions(config)) == 2:

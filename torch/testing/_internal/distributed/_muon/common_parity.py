@@ -174,6 +174,7 @@ LAYOUTS = {
     "rows_and_columns": on(2, S0, S1),
     "hsdp": on(2, R, S0),
     "fsdp2_over_tp": strided,
+    "strided_rows": on(1, _StridedShard(0, split_factor=2)),
     "sums": on(1, P),
     "sums_of_rows": on(2, P, S0),
     "columns_of_sums": on(2, S1, P),
