@@ -43,7 +43,8 @@ from .process_groups import (
     matrix_counts,
     process_rank,
 )
-from .step import PackedStep
+from .statuses import ELSEWHERE, Statuses
+from .step import PackedStep, Progress
 
 
 class Engine:
@@ -76,6 +77,9 @@ class Engine:
         self.assignments: Mapping[int, Sequence[int]] = {}
         # By grid: the groups of this rank's row and column.
         self.groups: dict[Any, GridGroups] = {}
+        # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
+        self.statuses: list[Statuses] = []
+        self.progress = Progress()
         replaced: list[Replacement] = []
         if former is None:
             self.reader = reader_of(config, takes_stacks)
@@ -99,14 +103,17 @@ class Engine:
             # The assignment computes with tensors, which must be real even if the parameters are fake.
             with unset_fake_temporarily():
                 meetings = self._build(before, check_all)
+            for grid, groups in self.groups.items():
+                if groups.several:
+                    channel = Statuses(self.plan.members[grid], groups, self.device)
+                    self.statuses.insert(0, channel)
             if self.is_packed and self.device.type != "cpu" and not is_meta:
                 self._connect(meetings)
         # In the order of all ranks.
         self.ordered = params
         if self.reader is not None:
             self.ordered = [*self.reader.params.values()]
-        has_others = any(groups.several for groups in self.groups.values())
-        self._refusal = _refusal(params, has_others)
+        self._refusal = _refusal(params, has_others=bool(self.statuses))
         if former is not None:
             restarted = inherit_momentum(replaced, states)
             self._warn_about_restarted(
@@ -205,14 +212,29 @@ class Engine:
         return meetings
 
     def _connect(self, meetings: Sequence[Meeting]) -> None:
-        """Takes the memory of a step once, and connects the ranks. If one of them has too little, all raise its error."""
+        """Takes the memory of a step once. If one rank has too little, all raise its error. Then uses every communicator
+        once while no other one is in use. Accelerator backends connect two ranks when they first exchange something.
+        With other collectives in flight, ranks may wait for each other.
+        """
         own_error = None
         try:
             self.runner.reserve()
         except Exception as error:
             own_error = error
         agree(meetings, own_error)
-        self.runner.connect()
+        try:
+            for statuses in self.statuses:
+                statuses.reduce()
+                self.runner.finish(statuses)
+            self.runner.connect()
+        except BaseException:
+            self._drain()
+            raise
+
+    def _drain(self) -> None:
+        """After an error, waits for everything in flight."""
+        for each in (*self.statuses, self.runner):
+            each.drain()
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -251,7 +273,7 @@ class Engine:
     def runner(self) -> Any:
         """The step of this engine."""
         if self.is_packed:
-            return PackedStep(self.plan, self.groups, self.device)
+            return PackedStep(self.plan, self.groups, self.device, self.progress)
         from .functions import FunctionStep
 
         return FunctionStep(self)
@@ -277,11 +299,30 @@ class Engine:
         """Tells the ranks that share matrices in ``step()`` that parameters have changed since this engine was built. Raises
         RuntimeError unless they have changed on all of these ranks.
         """
-        if self.is_packed:
-            self.synchronize()
-            difference = self.runner.share_statuses(self.steps, None, has_changed=True)
-            if difference:
-                raise RuntimeError(difference)
+        self.synchronize()
+        difference = self._share_statuses(None, has_changed=True)
+        if difference:
+            raise RuntimeError(difference)
+
+    def _share_statuses(
+        self, inputs: StepInputs | None, has_changed: bool = False
+    ) -> str:
+        """Tells the other ranks of this rank's step. Returns how ranks differ, if it waits for that. Without ``inputs``, its
+        parameters have changed, or it raises an error and tells the others that it has a problem.
+        """
+        # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
+        # gradient may be of a matrix that no other rank has.
+        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
+        text = ""
+        for statuses in self.statuses:
+            knows_of_problem = has_problem or bool(text)
+            statuses.start(self.steps, inputs, knows_of_problem, has_changed)
+            if statuses.awaits or has_changed:
+                reason = statuses.difference(inputs)
+                # A larger grid's own reason says more.
+                if reason and text in ("", ELSEWHERE):
+                    text = reason
+        return text
 
     def hand_over(self, params: Sequence[Param], states: States) -> None:
         """Gives momentum to ``params`` that replaced others, for a checkpoint before the next step."""
@@ -323,28 +364,34 @@ class Engine:
         # Whether, after an error here, the other ranks may move parameters in this step: once the statuses are on their
         # way, unless all ranks wait for them and hear of the problem.
         others_may_go_on = False
-        runner = self.runner
         try:
             try:
                 self._check_options(formulas)
                 inputs = StepInputs(self.rank, formulas, self.ordered, states, grads)
             except Exception:
-                runner.share_statuses(self.steps, None)
+                self._share_statuses(None)
                 raise
             others_may_go_on = True
-            difference = runner.share_statuses(self.steps, inputs)
+            # Whether all ranks know of a problem before anything moves. The user's functions tell nobody.
+            awaits = self.is_packed and all(each.awaits for each in self.statuses)
+            difference = self._share_statuses(inputs)
             problem = "; ".join(inputs.problems) or difference
-            if difference or (problem and runner.awaits_statuses):
+            if difference or (problem and awaits):
                 others_may_go_on = False
                 raise RuntimeError(problem)
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
-                runner.run(inputs)
+                # DTensor's collectives for gradients come first.
+                inputs.place(self.progress)
+                self.runner.run(inputs)
+            for statuses in self.statuses:
+                statuses.finish()
+            self.progress.now = "", ()
             _increment_versions(inputs)
             if problem:
                 raise RuntimeError(problem)
         except BaseException as error:
-            runner.drain()
+            self._drain()
             if others_may_go_on:
                 self._fail(error)
             raise
@@ -366,7 +413,7 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Records the failure. Parameters may have moved on some ranks only, so this optimizer does not go on."""
-        where = str(self.runner.progress)
+        where = str(self.progress)
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, CollectiveError)
         if where and is_own:
@@ -382,9 +429,9 @@ class Engine:
         """On accelerators: raises the error of the last step, if it is new. The first call waits for the step's end."""
         if self.failure:
             return
-        text = self.runner.mismatch()
-        if text:
-            error = RuntimeError(text)
+        texts = [each.difference() for each in self.statuses]
+        if any(texts):
+            error = RuntimeError("; ".join(filter(None, texts)))
             self._fail(error)
             raise error
 

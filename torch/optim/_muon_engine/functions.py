@@ -27,7 +27,6 @@ from .params import (
 )
 from .plan import Owners
 from .process_groups import listed, spanning_group
-from .step import Progress
 
 
 def check_stacks(params: Sequence[Param], matrices: Sequence[Matrix]) -> None:
@@ -99,10 +98,8 @@ class FunctionStep:
     hears if ranks differ.
     """
 
-    awaits_statuses = False
-
     def __init__(self, engine: Any) -> None:
-        self.progress = Progress()
+        self.progress = engine.progress
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
         # By parameter index. Without a reader, there are no matrices.
         self._owners: dict[int, int] = {}
@@ -113,19 +110,12 @@ class FunctionStep:
             self._matrices[matrix.index].append(matrix)
         self._params = [param for param in engine.ordered if not param.frozen]
 
-    def share_statuses(self, *args: Any) -> str:
-        return ""
-
-    def mismatch(self) -> str:
-        return ""
-
     def drain(self) -> None:
         pass
 
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         engine = self.engine
-        inputs.place(self.progress)
         entries = {STEP: self, "current_owner": None, "current_param_idx": None}
         if engine.reader is not None:
             ranks = {"rank": self.rank, "world_size": engine.world_size}
@@ -139,7 +129,6 @@ class FunctionStep:
                     self._redistribute_and_apply(param, whole, inputs)
                 else:
                     gathered[param.index] = self._gather(param, inputs)
-        self.progress.now = "", ()
 
     def _order(self) -> list[Param]:
         """Each parameter twice: where it is gathered, and where its update is. Ranks of a group may also hold other

@@ -31,7 +31,6 @@ from .plan import (
 )
 from .process_groups import GridGroups, InFlight, listed
 from .regions import Grid, Region
-from .statuses import ELSEWHERE, Statuses
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -144,63 +143,29 @@ class PackedStep:
     """Runs the ``plan`` of one rank, step after step. ``groups`` has the groups of each grid."""
 
     def __init__(
-        self, plan: Plan, groups: Mapping[Grid, GridGroups], device: torch.device
+        self,
+        plan: Plan,
+        groups: Mapping[Grid, GridGroups],
+        device: torch.device,
+        progress: Progress,
     ) -> None:
-        self.progress = Progress()
-        # Whether ranks know how they differ before anything moves.
-        self.awaits_statuses = False
         self.device, self.is_cpu = device, device.type == "cpu"
-        self._plan, self._groups = plan, groups
+        self._plan, self._groups, self._progress = plan, groups, progress
         # The index of a bucket in the plan -> its memory and its collectives, from its gather until its updates are applied.
         self._flights: dict[int, BucketFlight] = {}
-        # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
-        self.statuses: list[Statuses] = []
-        for grid, shared in plan.members.items():
-            if groups[grid].several:
-                channel = Statuses(shared, groups[grid], device)
-                self.statuses.insert(0, channel)
-
-    def share_statuses(
-        self, step: int, inputs: StepInputs | None, has_changed: bool = False
-    ) -> str:
-        """Begins the ``step``-th step. Returns how ranks differ, if it waits for that. Without ``inputs``, this rank's
-        parameters have changed, or it raises an error and tells the others that it has a problem.
-        """
-        self.awaits_statuses = all(each.awaits for each in self.statuses)
-        # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
-        # gradient may be of a matrix that no other rank has.
-        has_problem = bool(inputs.problems) if inputs is not None else not has_changed
-        text = ""
-        for statuses in self.statuses:
-            knows_of_problem = has_problem or bool(text)
-            statuses.start(step, inputs, knows_of_problem, has_changed)
-            if statuses.awaits or has_changed:
-                reason = statuses.difference(inputs)
-                # A larger grid's own reason says more.
-                if reason and text in ("", ELSEWHERE):
-                    text = reason
-        return text
-
-    def mismatch(self) -> str:
-        """How ranks differed in the last step; "" if they did not, or if the answer was given before. Waits."""
-        texts = [each.difference() for each in self.statuses]
-        return "; ".join(filter(None, texts))
 
     def drain(self) -> None:
         """After an error, waits for everything in flight."""
         # The memory stays, because a failed collective may write to it.
-        for statuses in self.statuses:
-            statuses.drain()
         for flight in self._flights.values():
             for each in (flight, *flight.rounds):
                 each.drain()
 
     def run(self, inputs: StepInputs) -> None:
-        """Makes a step. DTensor's collectives for gradients come first."""
-        inputs.place(self.progress)
+        """Makes a step."""
         for phase, index in self._plan.operations:
             bucket = self._plan.buckets[index]
-            self.progress.now = phase.value, bucket.matrices
+            self._progress.now = phase.value, bucket.matrices
             with _RecordFunctionFast(f"Muon {phase.value}, {bucket.name}"):
                 if phase is Phase.GATHER:
                     self._gather(self._begin(index), inputs)
@@ -213,9 +178,6 @@ class PackedStep:
                     self._apply_updates(self._flights[index], inputs)
                     # No name refers to it, so its memory is free.
                     del self._flights[index]
-        for statuses in self.statuses:
-            statuses.finish()
-        self.progress.now = "", ()
 
     def _begin(self, index: int) -> BucketFlight:
         """Makes the flight of a bucket, which takes its memory."""
@@ -244,7 +206,7 @@ class PackedStep:
         # Momentum without a gradient returns as it came.
         present = [matrix for matrix in bucket.owned if inputs.applies(matrix)]
         for batch in self._batches(present, inputs):
-            self.progress.now = Phase.COMPUTE.value, batch
+            self._progress.now = Phase.COMPUTE.value, batch
             self._log("orthogonalize", batch, inputs)
             wholes = flight.held.new_empty(len(batch), *batch[0].shape)
             packed: list[Tensor] = []
@@ -378,32 +340,24 @@ class PackedStep:
                 del self._flights[index]
 
     def connect(self) -> None:
-        """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
-        they first exchange something. With other collectives in flight, ranks may wait for each other.
-        """
-        try:
-            for statuses in self.statuses:
-                statuses.reduce()
-                self._finish(statuses)
-            for index, bucket in enumerate(self._plan.buckets):
-                flight = self._begin(index)
-                # A debugging backend looks for NaN in what is sent.
-                flight.held.zero_()
-                flight.gathered.zero_()
-                flight.start_gather()
-                self._finish(flight)
-                flight.start_scatter()
-                self._finish(flight)
-                for _ in bucket.rounds:
-                    flight.start_rounds(1)
-                    self._finish(flight.rounds[0])
-                    flight.rounds.clear()
-                del self._flights[index], flight
-        except BaseException:
-            self.drain()
-            raise
+        """Makes the collectives of a step, each while no other one is in flight."""
+        for index, bucket in enumerate(self._plan.buckets):
+            flight = self._begin(index)
+            # A debugging backend looks for NaN in what is sent.
+            flight.held.zero_()
+            flight.gathered.zero_()
+            flight.start_gather()
+            self.finish(flight)
+            flight.start_scatter()
+            self.finish(flight)
+            for _ in bucket.rounds:
+                flight.start_rounds(1)
+                self.finish(flight.rounds[0])
+                flight.rounds.clear()
+            del self._flights[index], flight
 
-    def _finish(self, flight: InFlight) -> None:
+    def finish(self, flight: InFlight) -> None:
+        """Waits for a collective, and on accelerators for its end."""
         flight.wait()
         if not self.is_cpu and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)

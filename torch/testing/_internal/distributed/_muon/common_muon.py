@@ -237,9 +237,8 @@ def as_on_an_accelerator(optimizer):
     """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
     the gradients of a bucket together. The buffers are on the CPU.
     """
-    runner = optimizer._engine.runner
-    runner.is_cpu = False
-    for statuses in runner.statuses:
+    optimizer._engine.runner.is_cpu = False
+    for statuses in optimizer._engine.statuses:
         statuses.device = torch.device("cuda")
         # Only the first step waits for its statuses.
         statuses.awaits = optimizer._engine.steps == 0
