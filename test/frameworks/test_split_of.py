@@ -104,9 +104,10 @@ def elements(split, weight):
     return [marks == number for number in range(len(parts))]
 
 
-def check(model, splits, weights, pieces):
-    """Requires that the parts of each split are what pieces of the forward's tensors are computed from."""
-    params = dict(model.named_parameters())
+@pytest.mark.parametrize(("name", "options", "weights"), MODELS)
+def test_parts_are_what_the_forward_slices(name, options, weights):
+    model = tiny(name, options)
+    params, splits = dict(model.named_parameters()), split_of(model)
     groups, _ = partition_named_parameters(
         model, split=splits, allow_batched_matrices=True
     )
@@ -116,55 +117,15 @@ def check(model, splits, weights, pieces):
         (kind,) = (kind for kind in weights if full.endswith(f".{kind}"))
         found.add(kind)
         tried = (
-            [used(t, params[full]) for n in weights[kind] for t in pieces(operands[n])]
+            [used(operands[name], params[full]) for name in weights[kind]]
             for operands in calls
             if operands.keys() >= set(weights[kind])
         )
         # Later ones depend on the weight through the result of the layer.
-        masks = next(each for each in tried if each and each[0].any())
+        masks = next(each for each in tried if each[0].any())
         if weights[kind] == GATE:
             masks.append(~masks[0])
         parts = elements(split, params[full])
-        # Groups of queries share a key and a value.
         assert all(any(torch.equal(part, mask) for mask in masks) for part in parts)
         assert all(any(torch.equal(part, mask) for part in parts) for mask in masks)
     assert found == weights.keys()
-
-
-@pytest.mark.parametrize(("name", "options", "weights"), MODELS)
-def test_parts_are_what_the_forward_slices(name, options, weights):
-    model = tiny(name, options)
-    check(model, split_of(model), weights, lambda tensor: [tensor])
-
-
-# Weights, and the operands of attention whose heads they give.
-PLAIN = {f"{name[0]}_proj.weight": (name,) for name in QKV}
-BERT = {f"self.{name}.weight": (name,) for name in QKV}
-MLA = {"q_b_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]}
-# A model, its options, and the weights of its attention.
-PER_HEAD = [
-    ("LlamaForCausalLM", {}, PLAIN),
-    ("BertLMHeadModel", {}, BERT),
-    ("GPT2LMHeadModel", {}, C_ATTN),
-    ("GPTNeoXForCausalLM", {}, ATTENTION),
-    (FALCON, {"new_decoder_architecture": True, "num_kv_heads": 2}, ATTENTION),
-    ("Phi3ForCausalLM", {}, {"qkv_proj.weight": QKV}),
-    ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2}, MLA),
-    (
-        "DeepseekV3ForCausalLM",
-        DEEPSEEK | {"head_dim": 2, "q_lora_rank": None},
-        {"q_proj.weight": QKV[:1], "kv_b_proj.weight": QKV[1:]},
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "weights"), PER_HEAD)
-def test_heads_are_those_of_the_forward(name, options, weights):
-    model = tiny(name, options)
-    whole, heads = split_of(model), split_of(model, heads=True)
-    of_attention = {n: split for n, split in heads.items() if whole.get(n) != split}
-
-    def pieces(tensor):
-        return tensor.unbind(1) if tensor.ndim == 4 else ()
-
-    check(model, of_attention, weights, pieces)
