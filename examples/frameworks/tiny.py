@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from combined import Combined
 from torch import nn, Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 
@@ -97,10 +95,3 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(self.layers(self.embedding(tokens)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-def shard(model: Encoder, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2, for Lightning's ModelParallelStrategy."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])

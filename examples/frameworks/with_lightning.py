@@ -14,7 +14,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tiny import Encoder, muon_and_adamw, shard
+from tiny import Encoder, muon_and_adamw
+from torch.distributed.fsdp import fully_shard
 
 
 class Module(lightning.LightningModule):
@@ -26,7 +27,10 @@ class Module(lightning.LightningModule):
 
     def configure_model(self):
         if self.strategy == "fsdp2":
-            shard(self.model, self.device_mesh)
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self):
         return list(muon_and_adamw(self, self.strategy))

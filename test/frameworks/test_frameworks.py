@@ -75,8 +75,6 @@ RESUMED = [
     ("with_trainer ddp", {}, LLAMA, TRAINERS, 2),
     ("with_trainer fsdp2", STAND_IN, LLAMA, TRAINERS, 3),
     ("with_trl", {}, ADAPTERS, TRAINERS, 2),
-    ("with_fabric ddp", {}, ENCODER, NUMBERS, 2),
-    ("with_fabric fsdp2", {}, ENCODER, NUMBERS, 3),
     ("with_lightning ddp", {}, ENCODER, LIGHTNINGS, 2),
     ("with_lightning fsdp2", {}, ENCODER, LIGHTNINGS, 3),
 ]

@@ -20,7 +20,7 @@ from torch.optim import _newton_schulz as ns
 
 from . import contestants, engine_view, fleet
 from .layouts import lay, LAYOUTS, WORKLOADS
-from .table import cores, render
+from .table import render
 
 
 class Job(NamedTuple):
@@ -77,7 +77,7 @@ def ratios(
     """By name: the median seconds of the slowest rank, and its quartiles in multiples of the limit."""
     at_once = len(results)
     if job.device == "cpu":
-        at_once = min(at_once, cores())
+        at_once = min(at_once, len(os.sched_getaffinity(0)))
     slowest = {}
     for name in results[0]:
         by_rank = [result[name] for result in results]

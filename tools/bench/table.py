@@ -1,6 +1,5 @@
 """Tables as plain text."""
 
-import os
 from collections.abc import Iterable, Sequence
 
 
@@ -15,8 +14,3 @@ def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
             cells.append(cell.rjust(width))
         aligned.append("  ".join(cells).rstrip())
     return "\n".join(aligned)
-
-
-def cores() -> int:
-    of_this_process = os.sched_getaffinity(0)
-    return len(of_this_process)
