@@ -490,18 +490,6 @@ class TestMuonMistakesOfGroups(MistakesTestCase):
         build = functools.partial(Muon, groups, distributed_config=config)
         self.assertNothingMoves(build, params, mistake, mistake.ranks)
 
-    def test_shards_by_a_mesh_and_replicas_by_a_group(self):
-        """No other rank shares both of them with the culprit."""
-        whole, spec = full(0, (8, 8)), Spec((8, 8), grid_of(2, 2)["b"], (S0,))
-        lr = -1.0 if self.rank == CULPRIT else 1.0
-        build = functools.partial(
-            Muon,
-            [nn.Parameter(place(whole, spec))],
-            lr,
-            distributed_config=create_auto_config(ddp_process_group=GROUPS["a"]()),
-        )
-        self.assertRaisesEverywhere(build, ValueError, "Learning rate should be")
-
     def test_mesh_without_this_rank(self):
         mesh = DeviceMesh("cpu", [0, 1])
         piece = torch.ones(4, 8)

@@ -12,6 +12,7 @@ from torch.optim import _muon_reports, Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
+    detect_tp_dims_from_model,
     partition_named_parameters,
     partition_parameters,
     split_of,
@@ -22,7 +23,9 @@ from torch.testing._internal.distributed._muon.common_config import NewtonSchulz
 from torch.testing._internal.distributed._muon.common_modules import (
     check_fsdp1,
     check_module,
+    make_model,
     make_units,
+    tensor_parallel,
     UNITS,
     wrap,
 )
@@ -190,6 +193,14 @@ class TestMuonFSDP1(RefusalsTestCase):
             r"'0' of shape .* TP cut", *given, allow_batched_matrices=True
         )
 
+    def test_tp_dims_of_a_flat_parameter(self):
+        """It has none of its own."""
+        mesh = grid_of(2, 2)
+        model = tensor_parallel(make_model(bias=False), mesh["b"])
+        model = wrap(model, units=None, device_mesh=mesh["a"])
+        with self.everywhere():
+            self.assertEqual(detect_tp_dims_from_model(model), {})
+
     def test_fused_weights_in_a_flat_parameter(self):
         layers = [nn.ModuleDict({"gate_up_proj": nn.Linear(4, 6)}) for _ in range(2)]
         splits = split_of(wrap(nn.ModuleList(layers), units=None))
@@ -247,6 +258,14 @@ class TestMuonForms(RefusalsTestCase):
         pattern = "only a factory's distributed_config"
         params = [nn.Parameter(stack)]
         self.assertRefused(pattern, params, allow_batched_matrices=True)
+
+    def test_an_error_in_a_chain_of_groups(self):
+        """Rank 2 shares nothing with rank 1: neither the mesh nor the group of the config."""
+        grid = grid_of(2, 2)
+        shards = place(full(0, (8, 8)), Spec((8, 8), grid["b"], (S0,)))
+        config = create_auto_config(ddp_process_group=grid.get_group("a"))
+        params, lr = [nn.Parameter(shards)], -1.0 if self.rank == 1 else 1.0
+        self.assertRefused("Learning rate should be", params, config, lr=lr)
 
 
 class TestMuonUntrained(OnCPU):
