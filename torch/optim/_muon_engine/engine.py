@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,17 +102,23 @@ class Engine:
             # The assignment computes with tensors, which must be real even if the parameters are fake.
             with unset_fake_temporarily():
                 meetings = self._build(before, check_all)
-            for grid, groups in self.groups.items():
-                if groups.several:
-                    channel = Statuses(self.plan.members[grid], groups, self.device)
-                    self.statuses.insert(0, channel)
-            if self.is_packed and self.device.type != "cpu" and not is_meta:
-                self._connect(meetings)
-        # In the order of all ranks.
-        self.ordered = params
-        if self.reader is not None:
-            self.ordered = [*self.reader.params.values()]
-        self._refusal = _refusal(params, has_others=bool(self.statuses))
+            # In the order of all ranks.
+            self.ordered = params
+            if self.reader is not None:
+                self.ordered = [*self.reader.params.values()]
+                self._open(self.reader)
+            # What makes the steps.
+            self.runner: Any = None
+            if self.is_packed:
+                device = self.device
+                self.runner = PackedStep(self.plan, self.groups, device, self.progress)
+                if device.type != "cpu" and not is_meta:
+                    self._connect(meetings)
+            else:
+                from .functions import FunctionStep
+
+                self.runner = FunctionStep(self)
+        self._refusal = self._why_no_step()
         if former is not None:
             restarted = inherit_momentum(replaced, states)
             self._warn_about_restarted(
@@ -151,12 +156,6 @@ class Engine:
             config.prefetch_count,
             one_at_a_time=not config.async_gpu_parallelism,
         )
-        counts = matrix_counts()
-        for grid, members in self.plan.members.items():
-            serial = counts.get(grid, 0)
-            if self.is_packed:
-                self.groups[grid] = grid_groups(grid, reader.candidates, serial)
-            counts[grid] = serial + len(members)
         return meetings
 
     def _assigned(
@@ -187,7 +186,7 @@ class Engine:
             "prefetch_count": str(config.prefetch_count),
             "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         }
-        owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
+        owner_of = self.owner_of
         signatures: dict[Any, list[Signature]] = {r: [] for r in reader.groups_of}
         for fact in reader.facts:
             param = fact.param
@@ -210,6 +209,19 @@ class Engine:
             if groups := reader.groups_of[ranks]:
                 meetings.append(Meeting(groups, signatures[ranks]))
         return meetings
+
+    def _open(self, reader: Reader) -> None:
+        """Finds or makes the groups of each grid, and opens their channels of statuses."""
+        counts = matrix_counts()
+        for grid, members in self.plan.members.items():
+            serial = counts.get(grid, 0)
+            counts[grid] = serial + len(members)
+            if self.is_packed:
+                groups = grid_groups(grid, reader.candidates)
+                self.groups[grid] = groups
+                if groups.several:
+                    channel = Statuses(members, groups, serial, self.device)
+                    self.statuses.insert(0, channel)
 
     def _connect(self, meetings: Sequence[Meeting]) -> None:
         """Takes the memory of a step once. If one rank has too little, all raise its error. Then uses every communicator
@@ -247,6 +259,11 @@ class Engine:
         return owners
 
     @property
+    def owner_of(self) -> dict[int, int]:
+        """The owner of each parameter's first matrix, by the index of the parameter."""
+        return {i: rank for rank, owned in self.assignments.items() for i in owned}
+
+    @property
     def rank(self) -> int:
         """This process's global rank, unless the config's state replaces it."""
         return self.config.state.get("rank", process_rank())
@@ -267,16 +284,6 @@ class Engine:
     def is_packed(self) -> bool:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not users_functions(self.config)
-
-    # Made when it is first used, because it has buffers.
-    @cached_property
-    def runner(self) -> Any:
-        """The step of this engine."""
-        if self.is_packed:
-            return PackedStep(self.plan, self.groups, self.device, self.progress)
-        from .functions import FunctionStep
-
-        return FunctionStep(self)
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they and their ``split`` and ``flatten`` are
@@ -411,6 +418,19 @@ class Engine:
         if self._refusal:
             raise RuntimeError(self._refusal)
 
+    def _why_no_step(self) -> str:
+        """Why the parameters cannot make a step; "" if they can."""
+        if any(torch.is_complex(param.tensor) for param in self.params):
+            return "Muon does not support complex parameters"
+        on_meta = [param.described for param in self.params if param.tensor.is_meta]
+        # Alone, a rank may step them.
+        if on_meta and self.statuses:
+            return (
+                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+            )
+        return ""
+
     def _fail(self, error: BaseException) -> None:
         """Records the failure. Parameters may have moved on some ranks only, so this optimizer does not go on."""
         where = str(self.progress)
@@ -455,19 +475,6 @@ def _increment_versions(inputs: StepInputs) -> None:
         if of_param.param.is_dtensor:
             written += [of_param.param.tensor, of_param.state["momentum_buffer"]]
     torch.autograd.graph.increment_version(written)
-
-
-def _refusal(params: Sequence[Param], has_others: bool) -> str:
-    """Why the parameters cannot make a step; "" if they can. ``has_others`` tells whether other ranks share them."""
-    if any(torch.is_complex(param.tensor) for param in params):
-        return "Muon does not support complex parameters"
-    on_meta = [param.described for param in params if param.tensor.is_meta]
-    if on_meta and has_others:
-        return (
-            f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
-            "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
-        )
-    return ""
 
 
 def step_once(

@@ -102,9 +102,7 @@ class FunctionStep:
         self.progress = engine.progress
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
         # By parameter index. Without a reader, there are no matrices.
-        self._owners: dict[int, int] = {}
-        for rank, owned in engine.assignments.items():
-            self._owners.update(dict.fromkeys(owned, rank))
+        self._owners = engine.owner_of
         self._matrices: dict[int, list[Matrix]] = defaultdict(list)
         for matrix in engine.plan.owners:
             self._matrices[matrix.index].append(matrix)

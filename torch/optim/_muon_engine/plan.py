@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .._newton_schulz import NS_DTYPE
 from .params import Matrix
-from .process_groups import Ranks
+from .process_groups import Ranks, row_and_column
 from .regions import Grid, place_in_order, ranks_of, Region
 
 
@@ -326,10 +326,8 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         owned_by.setdefault(owners[matrix], []).append(matrix)
     layout = members[0].layout
     grid = layout.grid
-    replica, shard = layout.places[rank]
-    # All-to-alls go by the order of a group's ranks, which is ascending.
-    row = tuple(sorted(grid[replica]))
-    column = tuple(sorted(of_replica[shard] for of_replica in grid))
+    # All-to-alls go by the order of a group's ranks.
+    row, column = row_and_column(grid, rank)
 
     def moves(owner: int, holder: int) -> list[Move]:
         """The regions of an owner's matrices that ``holder`` stores."""

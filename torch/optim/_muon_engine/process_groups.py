@@ -116,13 +116,10 @@ def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
 
 
 class GridGroups(NamedTuple):
-    """The groups of a grid in which this rank is: its row and its column; None for this rank alone. ``serial`` tells an
-    optimizer from others over the grid.
-    """
+    """The groups of a grid in which this rank is: its row and its column; None for this rank alone."""
 
     row: ProcessGroup | None
     column: ProcessGroup | None
-    serial: int
 
     @property
     def several(self) -> list[ProcessGroup]:
@@ -130,27 +127,32 @@ class GridGroups(NamedTuple):
         return [group for group in (self.row, self.column) if group is not None]
 
 
+def row_and_column(grid: tuple[Ranks, ...], rank: int) -> tuple[Ranks, Ranks]:
+    """The row and the column of ``rank`` in a grid, in the ascending order of groups."""
+    (row,) = [of_replica for of_replica in grid if rank in of_replica]
+    (column,) = [of_shard for of_shard in zip(*grid) if rank in of_shard]
+    return tuple(sorted(row)), tuple(sorted(column))
+
+
 def grid_groups(
-    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup], serial: int = 0
+    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup]
 ) -> GridGroups:
     """The groups of this rank's row and column: those of ``candidates`` that have these ranks, or new ones. All ranks of
     the grid must make this call, and in one order of grids.
     """
-    rank = process_rank()
     all_ranks = {rank for of_replica in grid for rank in of_replica}
     inside = [group for group in candidates if {*group_ranks(group)} <= all_ranks]
     if not inside:
         # Some ranks of a group may share an expert.
         inside = [group for group in candidates if all_ranks <= {*group_ranks(group)}]
-    (row,) = [of_replica for of_replica in grid if rank in of_replica]
-    (column,) = [of_shard for of_shard in zip(*grid) if rank in of_shard]
+    row, column = row_and_column(grid, process_rank())
 
     def group_of(ranks: Ranks, shared: str) -> ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        return spanning_group(tuple(sorted(ranks)), inside, shared)
+        return spanning_group(ranks, inside, shared)
 
-    return GridGroups(group_of(row, "shards"), group_of(column, "replicas"), serial)
+    return GridGroups(group_of(row, "shards"), group_of(column, "replicas"))
 
 
 def current_device(kind: str) -> torch.device:

@@ -87,12 +87,10 @@ def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | Non
                 placements += tensor.tp.placements
         has_placements = has_placements or bool(placements)
         dims[index] = tp_mark_of(param)
-        if len(tensors) > 1 and placements:
-            # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
-            dims[index] = -1
-        elif dims[index] is None and placements:
-            sharded = [p.dim for p in placements if hasattr(p, "dim")]
-            dims[index] = sharded[0] % max(2, param.ndim) if sharded else -1
+        sharded = [p.dim for p in placements if hasattr(p, "dim")]
+        # A flat parameter has no dimension of its own. FSDP1 knows how TP cut each tensor in it.
+        if dims[index] is None and sharded and len(tensors) < 2:
+            dims[index] = sharded[0] % max(2, param.ndim)
     if has_placements:
         return {index: -1 if dim is None else dim for index, dim in dims.items()}
     return dims
