@@ -56,12 +56,6 @@ class TestDistributedConfig(MuonTestCase):
                 found = {key: state[key] for key in state if key.startswith("tp_dim")}
                 self.assertEqual(found, {key: tp_dims} if key else {})
 
-    def test_flags(self):
-        for make in FACTORIES:
-            config = make()
-            flags = config.async_gpu_parallelism, config.prefetch_count
-            self.assertEqual(flags, (True, 1))
-
     def test_refused_arguments(self):
         shard, replicate = "shard_process_group", "replicate_process_group"
         for given, words in (

@@ -238,7 +238,7 @@ IN_STEPS = {
     "missing gradient that is a sum": in_step(set_gradient(1, None), "some have none.*parameter 1 "),
     "missing gradient in a pair": in_step(set_gradient(3, None), f"some have none.*parameter 3 |{TOLD}", "some have none.*parameter 3 "),
     "sparse gradient": in_step(set_gradient(0, torch.ones(8, 8).to_sparse()), UNUSABLE, "parameter 0.*sparse"),
-    "learning rate": in_step(set_option(lr=0.5), "different hyperparameters"),
+    "learning rate": in_step(set_option(lr=0.5), f"different hyperparameters.*lr {is_on('0.001', '0.5')}"),
     "type of an option": in_step(set_option(eps="1e-7"), TOLD, "eps must be a number"),
     "flag": in_step(flag("prefetch_count", 3), TOLD, "Set them before you build"),
     "momentum of another shape": in_step(set_momentum(torch.zeros(7, 8)), UNUSABLE, r"parameter 0.*momentum buffer.*\(7, 8\)"),
@@ -362,6 +362,9 @@ class TestMuonMistakesInSteps(MistakesTestCase):
     def test_order_of_optimizers(self):
         for counts in ((1, 1), (2, 260)):
             both = [Twins([Spec((4, 8), mesh_of(4), (S0,))] * n) for n in counts]
+            first, second = (each.optimizer.matrix_owners[0, 0] for each in both)
+            # Owners begin where those of the last optimizer ended.
+            self.assertEqual(second, (first + counts[0]) % 4)
             for twins in both:
                 twins.step()
                 twins.set_gradients()

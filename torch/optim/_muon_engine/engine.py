@@ -98,7 +98,7 @@ class Engine:
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
-        with torch.accelerator.device_index(_device_index(params)):
+        with torch.accelerator.device_index(self._device_index()):
             # The assignment computes with tensors, which must be real even if the parameters are fake.
             with unset_fake_temporarily():
                 meetings = self._build(before, check_all)
@@ -280,6 +280,14 @@ class Engine:
         groups = () if self.reader is None else self.reader.candidates
         return device_of([param.tensor for param in self.params], groups)
 
+    def _device_index(self) -> int | None:
+        """The index of the accelerator that has the parameters; None for parameters on no accelerator."""
+        if torch.accelerator.is_available():
+            for param in self.params:
+                if param.tensor.device.index is not None:
+                    return param.tensor.device.index
+        return None
+
     @property
     def is_packed(self) -> bool:
         """Whether both functions that move data are the factory's."""
@@ -454,16 +462,6 @@ class Engine:
             error = RuntimeError("; ".join(filter(None, texts)))
             self._fail(error)
             raise error
-
-
-def _device_index(params: Sequence[Param]) -> int | None:
-    """The index of the accelerator that has the parameters; None for parameters on no accelerator."""
-    if not torch.accelerator.is_available():
-        return None
-    for param in params:
-        if param.tensor.device.index is not None:
-            return param.tensor.device.index
-    return None
 
 
 def _increment_versions(inputs: StepInputs) -> None:
