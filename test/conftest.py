@@ -67,7 +67,7 @@ SERVERS = 2
 UNTRACED_FILES = {"test_muon_fuzz", "test_muon_rules"}
 # Classes of other files that repeat what others execute.
 UNTRACED = {
-    "TestKernelsTogether",
+    "TestKernelsAtLength",
     "TestMuonCheckpoints",
     "TestMuonLongRuns",
     "TestMuonLostRanks",

@@ -84,7 +84,7 @@ def weights_in(checkpoint):
     """The bytes of the weights in a checkpoint, by their names or files."""
     if checkpoint.is_file():
         saved = torch.load(checkpoint, weights_only=False)
-        weights = saved.get("model") or saved["state_dict"]
+        weights = saved["state_dict"]
         return {name: value.numpy().tobytes() for name, value in weights.items()}
     files = [*checkpoint.rglob("*.safetensors"), *checkpoint.rglob("*.distcp")]
     return {path.relative_to(checkpoint): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""The engine's internals that measurements read."""
+"""How the bench repeats the exchanges of a step, and the options of a step."""
 
 import torch
 from torch.optim import Muon

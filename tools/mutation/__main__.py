@@ -83,7 +83,9 @@ def copy_optimizer() -> None:
 def try_faults(args: argparse.Namespace) -> int:
     copy_optimizer()
     if sources(PLACE / "recorded") != sources(COPY):
-        raise WrongTarget("first `python -m tools.mutation --record`")
+        raise WrongTarget(
+            "no record of these files: `python -m tools.mutation --record`"
+        )
     os.environ["PYTHONPATH"] = str(COPY)
     command = f"{sys.executable} -m tools.mutation --test"
     with use_db(PLACE / f"{args.seed}.sqlite") as database:

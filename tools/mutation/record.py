@@ -18,14 +18,16 @@ TESTS = ["-ojunit_family=xunit1", "test/optim", "test/distributed/optim"]
 def record(place: Path, copy: Path) -> int:
     """Runs the tests once, and keeps which lines each test function executes, in ranks, too."""
     shutil.rmtree(place / "recorded", ignore_errors=True)
-    shutil.copytree(copy, place / "recorded")
     (place / "data").unlink(missing_ok=True)
     os.environ |= {"COVERAGE_FILE": f"{place}/data", "MUON_CONTEXTS": "test_function"}
-    return run_measured([*WORKERS, *TESTS, f"--junitxml={place}/tests.xml"])
+    code = run_measured([*WORKERS, *TESTS, f"--junitxml={place}/tests.xml"])
+    # Last, because it says that there is a record.
+    shutil.copytree(copy, place / "recorded")
+    return code
 
 
 def sources(folder: Path) -> dict[Path, bytes]:
-    """The files of a copy. A record is of those that it was made with."""
+    """The files of a copy. A record holds only for the files that it was made with."""
     files = folder.rglob("*.py")
     return {path.relative_to(folder): path.read_bytes() for path in files}
 

@@ -519,6 +519,7 @@ CONTRADICTIONS = [
     (S1, "tp", "all", 0, f"dimension 0.*{COLUMNS}"),
     (S0, "fsdp", "a", {}, rf"fsdp.*\[\d, \d\].*{ROWS}"),
     (R, "fsdp", "all", {}, f"fsdp.* {WHOLE}"),
+    (S0, "ddp", "all", {}, "ddp.*hold different shards"),
 ]
 
 

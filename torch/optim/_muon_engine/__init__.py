@@ -30,6 +30,6 @@ The vocabulary, in the order of the data:
 
 The modules, in the order of the data: ``dtensors``, ``groups`` (with ``tp_dims`` and ``fsdp``) read which matrices ``params``
 have, and where they are, in the terms of ``regions``. ``plan`` makes buckets and exchanges of that, and ``step`` runs them,
-with ``inputs`` and ``statuses``. ``engine`` builds all of it together with the other
-ranks, by ``agreement``. ``functions`` is the step through functions of the user. Imports go one way.
+with ``inputs``. ``engine`` builds all of it together with the other ranks, by ``agreement``, and tells them of each step, by
+``statuses``. ``functions`` is the step through functions of the user. Imports go one way.
 """

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from .step import PackedStep, Progress
 
 
 class Engine:
-    """The matrices, owners and plan of one list of parameters. It takes a copy of ``config``, whose functions and flags
+    """The matrices, owners, plan, groups and statuses of one list of parameters. It takes a copy of ``config``, whose functions and flags
     may not change. ``former`` is the optimizer's engine before its parameters changed. If ``check`` raises an error, or the
     last step of ``former`` has an unread one, all ranks that share matrices raise it.
     """
@@ -57,7 +58,7 @@ class Engine:
         config: DistributedConfig,
         params: Sequence[Param],
         states: States,
-        takes_stacks: bool = False,
+        takes_stacks: bool,
         check: Callable[[], None] = lambda: None,
         former: "Engine | None" = None,
     ) -> None:
@@ -76,8 +77,6 @@ class Engine:
         self.assignments: Mapping[int, Sequence[int]] = {}
         # By grid: the groups of this rank's row and column.
         self.groups: dict[Any, GridGroups] = {}
-        # Smaller grids first, so that they pass a difference on to the larger ones that contain them.
-        self.statuses: list[Statuses] = []
         self.progress = Progress()
         replaced: list[Replacement] = []
         if former is None:
@@ -102,22 +101,12 @@ class Engine:
             # The assignment computes with tensors, which must be real even if the parameters are fake.
             with unset_fake_temporarily():
                 meetings = self._build(before, check_all)
-            # In the order of all ranks.
-            self.ordered = params
-            if self.reader is not None:
-                self.ordered = [*self.reader.params.values()]
-                self._open(self.reader)
-            # What makes the steps.
-            self.runner: Any = None
-            if self.is_packed:
-                device = self.device
-                self.runner = PackedStep(self.plan, self.groups, device, self.progress)
-                if device.type != "cpu" and not is_meta:
-                    self._connect(meetings)
-            else:
-                from .functions import FunctionStep
-
-                self.runner = FunctionStep(self)
+            if self.is_packed and self.device.type != "cpu" and not is_meta:
+                self._connect(meetings)
+        # In the order of all ranks.
+        self.ordered = params
+        if self.reader is not None:
+            self.ordered = [*self.reader.params.values()]
         self._refusal = self._why_no_step()
         if former is not None:
             restarted = inherit_momentum(replaced, states)
@@ -156,6 +145,12 @@ class Engine:
             config.prefetch_count,
             one_at_a_time=not config.async_gpu_parallelism,
         )
+        counts = matrix_counts()
+        for grid, members in self.plan.members.items():
+            serial = counts.get(grid, 0)
+            if self.is_packed:
+                self.groups[grid] = grid_groups(grid, reader.candidates, serial)
+            counts[grid] = serial + len(members)
         return meetings
 
     def _assigned(
@@ -210,34 +205,23 @@ class Engine:
                 meetings.append(Meeting(groups, signatures[ranks]))
         return meetings
 
-    def _open(self, reader: Reader) -> None:
-        """Finds or makes the groups of each grid, and opens their channels of statuses."""
-        counts = matrix_counts()
-        for grid, members in self.plan.members.items():
-            serial = counts.get(grid, 0)
-            counts[grid] = serial + len(members)
-            if self.is_packed:
-                groups = grid_groups(grid, reader.candidates)
-                self.groups[grid] = groups
-                if groups.several:
-                    channel = Statuses(members, groups, serial, self.device)
-                    self.statuses.insert(0, channel)
-
     def _connect(self, meetings: Sequence[Meeting]) -> None:
         """Takes the memory of a step once. If one rank has too little, all raise its error. Then uses every communicator
         once while no other one is in use. Accelerator backends connect two ranks when they first exchange something.
         With other collectives in flight, ranks may wait for each other.
         """
+        channels: Sequence[Statuses] = ()
         own_error = None
         try:
+            channels = self.statuses
             self.runner.reserve()
         except Exception as error:
             own_error = error
         agree(meetings, own_error)
         try:
-            for statuses in self.statuses:
+            for statuses in channels:
                 statuses.reduce()
-                self.runner.finish(statuses)
+                self.runner.wait_for(statuses)
             self.runner.connect()
         except BaseException:
             self._drain()
@@ -245,8 +229,10 @@ class Engine:
 
     def _drain(self) -> None:
         """After an error, waits for everything in flight."""
-        for each in (*self.statuses, self.runner):
-            each.drain()
+        for statuses in self.statuses:
+            statuses.drain()
+        if self.is_packed:
+            self.runner.drain()
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -293,6 +279,26 @@ class Engine:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not users_functions(self.config)
 
+    # Both are made when they are first used, because they may take memory.
+    @cached_property
+    def statuses(self) -> Sequence[Statuses]:
+        """The channels of statuses, smaller grids first: these pass a difference on to the larger ones that contain them."""
+        channels: list[Statuses] = []
+        for grid, groups in reversed(self.groups.items()):
+            if groups.several:
+                members = self.plan.members[grid]
+                channels.append(Statuses(members, groups, self.device))
+        return channels
+
+    @cached_property
+    def runner(self) -> Any:
+        """Runs the steps."""
+        if self.is_packed:
+            return PackedStep(self.plan, self.groups, self.device, self.progress)
+        from .functions import FunctionStep
+
+        return FunctionStep(self)
+
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they and their ``split`` and ``flatten`` are
         unchanged.
@@ -322,8 +328,8 @@ class Engine:
     def _share_statuses(
         self, inputs: StepInputs | None, has_changed: bool = False
     ) -> str:
-        """Tells the other ranks of this rank's step. Returns how ranks differ, if it waits for that. Without ``inputs``, its
-        parameters have changed, or it raises an error and tells the others that it has a problem.
+        """Tells the other ranks of this rank's step. Returns how ranks differ, if it waits for that. Without ``inputs``, this
+        rank's parameters have changed, or this rank raises an error and tells the others so.
         """
         # A rank that cannot use a gradient tells all of its grids, because each of them must end the step here. The
         # gradient may be of a matrix that no other rank has.
@@ -387,7 +393,7 @@ class Engine:
                 self._share_statuses(None)
                 raise
             others_may_go_on = True
-            # Whether all ranks know of a problem before anything moves. The user's functions tell nobody.
+            # Whether all ranks know of a problem before anything moves. With functions of the user, ranks do not tell each other.
             awaits = self.is_packed and all(each.awaits for each in self.statuses)
             difference = self._share_statuses(inputs)
             problem = "; ".join(inputs.problems) or difference
@@ -431,8 +437,8 @@ class Engine:
         if any(torch.is_complex(param.tensor) for param in self.params):
             return "Muon does not support complex parameters"
         on_meta = [param.described for param in self.params if param.tensor.is_meta]
-        # Alone, a rank may step them.
-        if on_meta and self.statuses:
+        # A rank that shares no matrix may step them.
+        if on_meta and any(groups.several for groups in self.groups.values()):
             return (
                 f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
                 "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"

@@ -108,9 +108,6 @@ class FunctionStep:
             self._matrices[matrix.index].append(matrix)
         self._params = [param for param in engine.ordered if not param.frozen]
 
-    def drain(self) -> None:
-        pass
-
     def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         engine = self.engine

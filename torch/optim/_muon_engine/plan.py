@@ -127,12 +127,10 @@ class Plan(NamedTuple):
 def make_plan(
     owners: Owners, rank: int, prefetch_count: int = 1, one_at_a_time: bool = False
 ) -> Plan:
-    """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
+    """The plan of ``rank``, which shares all matrices that have ``owners``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
     buckets: list[Bucket] = []
     members_of: dict[Grid, list[Matrix]] = {}
     for grid, members in by_grid(owners).items():
-        if rank not in members[0].layout.ranks:
-            continue
         members_of[grid] = members
         if one_at_a_time:
             ordered = sorted(members, key=lambda matrix: owners[matrix])
@@ -326,7 +324,7 @@ def _bucket(owners: Owners, rank: int, number: int, members: list[Matrix]) -> Bu
         owned_by.setdefault(owners[matrix], []).append(matrix)
     layout = members[0].layout
     grid = layout.grid
-    # All-to-alls go by the order of a group's ranks.
+    # All-to-alls go by the order of a group's ranks, which is ascending.
     row, column = row_and_column(grid, rank)
 
     def moves(owner: int, holder: int) -> list[Move]:

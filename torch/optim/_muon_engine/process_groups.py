@@ -116,10 +116,13 @@ def _longest_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
 
 
 class GridGroups(NamedTuple):
-    """The groups of a grid in which this rank is: its row and its column; None for this rank alone."""
+    """The groups of a grid in which this rank is: its row and its column; None for this rank alone. ``serial`` tells an
+    optimizer from others over the grid.
+    """
 
     row: ProcessGroup | None
     column: ProcessGroup | None
+    serial: int
 
     @property
     def several(self) -> list[ProcessGroup]:
@@ -128,14 +131,14 @@ class GridGroups(NamedTuple):
 
 
 def row_and_column(grid: tuple[Ranks, ...], rank: int) -> tuple[Ranks, Ranks]:
-    """The row and the column of ``rank`` in a grid, in the ascending order of groups."""
+    """The row and the column of ``rank`` in a grid, each in ascending order, as in a process group."""
     (row,) = [of_replica for of_replica in grid if rank in of_replica]
     (column,) = [of_shard for of_shard in zip(*grid) if rank in of_shard]
     return tuple(sorted(row)), tuple(sorted(column))
 
 
 def grid_groups(
-    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup]
+    grid: tuple[Ranks, ...], candidates: Sequence[ProcessGroup], serial: int = 0
 ) -> GridGroups:
     """The groups of this rank's row and column: those of ``candidates`` that have these ranks, or new ones. All ranks of
     the grid must make this call, and in one order of grids.
@@ -152,7 +155,7 @@ def grid_groups(
             return None
         return spanning_group(ranks, inside, shared)
 
-    return GridGroups(group_of(row, "shards"), group_of(column, "replicas"))
+    return GridGroups(group_of(row, "shards"), group_of(column, "replicas"), serial)
 
 
 def current_device(kind: str) -> torch.device:
@@ -168,7 +171,7 @@ def device_of_group(group: ProcessGroup) -> torch.device:
 
 
 def short_hash(value: Any) -> str:
-    """Sixteen digits that stand for ``value``, for ranks to compare."""
+    """Sixteen digits that stand for ``value``: for ranks to compare, and in names."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 

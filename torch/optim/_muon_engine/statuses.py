@@ -58,15 +58,12 @@ _SOME_ABSENT = (
 
 
 class Statuses(InFlight):
-    """The side channel of a grid, for the ``matrices`` that it shares, in the order of all ranks. ``serial`` tells an
-    optimizer from others over the grid.
-    """
+    """The side channel of a grid, for the ``matrices`` that it shares, in the order of all ranks."""
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
         groups: GridGroups,
-        serial: int,
         device: torch.device,
     ) -> None:
         super().__init__(matrices)
@@ -87,7 +84,7 @@ class Statuses(InFlight):
         self._table = torch.zeros_like(self._host, device=device)
         self._copied: torch.Event | None = None
         # Digits that tell the optimizer from others over the grid, and from those of other grids with this row or column.
-        self._identity = short_hash((matrices[0].layout.grid, serial))[:8]
+        self._identity = short_hash((matrices[0].layout.grid, groups.serial))[:8]
         # Whether the result is unread, and whether it is still in ``_table``.
         self._is_unread = self._is_on_device = False
 
@@ -96,7 +93,7 @@ class Statuses(InFlight):
         step: int,
         inputs: StepInputs | None,
         knows_of_problem: bool,
-        has_changed: bool = False,
+        has_changed: bool,
     ) -> None:
         """Starts the ``step``-th step's all-reduce. This rank may know of a problem: its own, or that of a smaller group.
         Without ``inputs``, it has no opinion of gradients and options: its parameters have changed since the engine was

@@ -155,7 +155,7 @@ class PackedStep:
         self._flights: dict[int, BucketFlight] = {}
 
     def drain(self) -> None:
-        """After an error, waits for everything in flight."""
+        """After an error, waits for the collectives of its buckets."""
         # The memory stays, because a failed collective may write to it.
         for flight in self._flights.values():
             for each in (flight, *flight.rounds):
@@ -347,16 +347,16 @@ class PackedStep:
             flight.held.zero_()
             flight.gathered.zero_()
             flight.start_gather()
-            self.finish(flight)
+            self.wait_for(flight)
             flight.start_scatter()
-            self.finish(flight)
+            self.wait_for(flight)
             for _ in bucket.rounds:
                 flight.start_rounds(1)
-                self.finish(flight.rounds[0])
+                self.wait_for(flight.rounds[0])
                 flight.rounds.clear()
             del self._flights[index], flight
 
-    def finish(self, flight: InFlight) -> None:
+    def wait_for(self, flight: InFlight) -> None:
         """Waits for a collective, and on accelerators for its end."""
         flight.wait()
         if not self.is_cpu and torch.accelerator.is_available():
