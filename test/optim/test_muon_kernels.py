@@ -27,12 +27,8 @@ from torch.torch_version import TorchVersion
 CHECKS = "torch.testing._internal.distributed._muon.kernel_checks"
 
 
+@unittest.skipIf(find_spec("triton") is None, "there is no Triton")
 class KernelsTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        if find_spec("triton") is None:
-            self.skipTest("there is no Triton")
-
     def check(self, *classes, **variables):
         with tempfile.TemporaryDirectory() as cache:
             variables |= {"TRITON_CACHE_DIR": cache}

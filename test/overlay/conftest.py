@@ -95,15 +95,6 @@ def git_identity():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def not_measured():
-    """A tracer slows the processes of these tests, and other tests execute the same lines
-    of the optimizer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-        yield
-
-
 @pytest.fixture(scope="session")
 def upstream(tmp_path_factory):
     """A PyTorch whose branches are its releases."""

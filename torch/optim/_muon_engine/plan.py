@@ -127,10 +127,11 @@ class Plan(NamedTuple):
 def make_plan(
     owners: Owners, rank: int, prefetch_count: int = 1, one_at_a_time: bool = False
 ) -> Plan:
-    """The plan of ``rank``, which shares all matrices that have ``owners``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
+    """The plan of ``rank``. With ``one_at_a_time``, each matrix is a bucket, in the order of owners."""
     buckets: list[Bucket] = []
     members_of: dict[Grid, list[Matrix]] = {}
-    for grid, members in by_grid(owners).items():
+    own = [matrix for matrix in owners if rank in matrix.layout.places]
+    for grid, members in by_grid(own).items():
         members_of[grid] = members
         if one_at_a_time:
             ordered = sorted(members, key=lambda matrix: owners[matrix])
