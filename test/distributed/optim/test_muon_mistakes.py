@@ -362,9 +362,6 @@ class TestMuonMistakesInSteps(MistakesTestCase):
     def test_order_of_optimizers(self):
         for counts in ((1, 1), (2, 260)):
             both = [Twins([Spec((4, 8), mesh_of(4), (S0,))] * n) for n in counts]
-            first, second = (each.optimizer.matrix_owners[0, 0] for each in both)
-            # Owners begin where those of the last optimizer ended.
-            self.assertEqual(second, (first + counts[0]) % 4)
             for twins in both:
                 twins.step()
                 twins.set_gradients()

@@ -194,6 +194,8 @@ class TestMuonRules(TestCase):
             Program(4, (PlacedMatrices(FOUR, (S0,), (1024, 512), 8),)),
             # Regions of this dtype take more than Newton-Schulz.
             Program(4, (PlacedMatrices(FOUR, shape=(256, 512), dtype=torch.float64),)),
+            # Each matrix is a bucket.
+            Program(4, (PlacedMatrices(FOUR, (S0,), (256, 256), 16),), 0, False),
             # To round updates in bfloat16, several tensors of the size of the matrix were made.
             Program(4, (PlacedMatrices(FOUR, shape=(512, 512), dtype=torch.bfloat16),)),
         ):
@@ -203,6 +205,7 @@ class TestMuonRules(TestCase):
                 Accelerator() as accelerator,
             ):
                 rank.build()
+                at_build = accelerator.peak
                 rank.step()
                 own = 0
                 for param in rank.params:
@@ -215,6 +218,7 @@ class TestMuonRules(TestCase):
                 mebibytes = re.search(r"takes up to ([\d.e+]+) MiB", page)[1]
                 described = float(mebibytes) * 2**20
                 self.assertTrue(0.95 * peak < described < 1.05 * peak)
+                self.assertLess(at_build, 1.05 * peak)
                 # The next step builds the engine again.
                 rank.params.pop(0).requires_grad_(False)
                 rank.grads.pop(0)
