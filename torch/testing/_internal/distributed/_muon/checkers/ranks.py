@@ -27,7 +27,7 @@ def _new_group(common: Any, options: Any) -> Any:
     return made(common.group_rank, common.group_size, options)
 
 
-# With the backend "fake", the engine leaves out exchanges with an empty side.
+# With the backend "fake", the engine leaves out exchanges in which it sends nothing.
 dist.Backend.register_backend(
     "alone", _new_group, extended_api=True, devices=["cpu", "lazy"]
 )
