@@ -9,9 +9,6 @@ from . import contestants, fleet, scale, step
 from .layouts import fits, LAYOUTS, WORKLOADS
 
 
-SECONDS = 900  # of one table
-
-
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
@@ -69,5 +66,5 @@ def compare(args: argparse.Namespace) -> Iterator[str]:
         if fits(layout, world):
             able = contestants.able(names, layout)
             job = step.Job(layout, workload, able, args.reps)
-            results = fleet.run(step.work, job, world, SECONDS)
+            results = fleet.run(step.work, job, world, 900)
             yield step.text(job, results)

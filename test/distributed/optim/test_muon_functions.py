@@ -45,7 +45,8 @@ class TestMuonRoundTrip(OnCPU):
         whole = config.gather_fn(tensor, 3, config.state)
         self.assertNotIsInstance(whole, DTensor)
         self.assertEqual(tuple(whole.shape), spec.shape)
-        self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
+        for other in common_muon.everyone(whole):
+            self.assertTrue(torch.equal(local(place(other, spec)), local(tensor)))
         # Each rank cuts its own tensor, whatever the other ranks have.
         given = whole + self.rank
         with Recorder() as seen:
@@ -62,8 +63,10 @@ class TestMuonRoundTrip(OnCPU):
             placed += specs(mesh, common_muon.all_placements(mesh), [(7, 5)])
         strided = _StridedShard(0, split_factor=2)
         placed.append(Spec((8, 5), grid_of(2, 2), (strided, S0)))
+        placed.append(Spec((6, 3, 5), mesh_of(2), (S0,)))
         dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
-        twins = Twins([spec._replace(dtype=next(dtypes)) for spec in placed], lr=0.1)
+        placed = [spec._replace(dtype=next(dtypes)) for spec in placed]
+        twins = Twins(placed, lr=0.1, allow_batched_matrices=True)
         # An unused config, and one before and after a step.
         for config in (create_dtensor_config(), twins.config, twins.config):
             with self.subTest(config=config):
