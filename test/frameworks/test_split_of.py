@@ -126,6 +126,7 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
         if weights[kind] == GATE:
             masks.append(~masks[0])
         parts = elements(split, params[full])
+        # Groups of queries share a key and a value.
         assert all(any(torch.equal(part, mask) for mask in masks) for part in parts)
         assert all(any(torch.equal(part, mask) for part in parts) for mask in masks)
     assert found == weights.keys()

@@ -60,6 +60,7 @@ PARITY = {
     # Larger than the norm, so that it is the divisor.
     "eps": {"eps": 1e4},
     "strided": {"strided": ("transposed", "every other column")},
+    "strided otherwise": {"strided": ("every other column",) * 2, "nesterov": False},
     "missing gradients": {"steps": 6, "has_grad": lambda step, i: i and (step + i) % 3},
     "groups that change": {"groups": GROUPS, "lr": 0.02, "between": change_options},
 }

@@ -66,5 +66,5 @@ def compare(args: argparse.Namespace) -> Iterator[str]:
         if fits(layout, world):
             able = contestants.able(names, layout)
             job = step.Job(layout, workload, able, args.reps)
-            results = fleet.run(step.work, job, world, 900)
+            results = fleet.run(step.work, job, world, seconds=900)
             yield step.text(job, results)

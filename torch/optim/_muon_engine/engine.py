@@ -206,7 +206,7 @@ class Engine:
         return meetings
 
     def _connect(self, meetings: Sequence[Meeting]) -> None:
-        """Takes the memory of a step once. If one rank has too little, all raise its error. Then uses every communicator
+        """Takes the memory of a step once. If one rank has too little, all raise its error. After that, it uses every communicator
         once while no other one is in use. Accelerator backends connect two ranks when they first exchange something.
         With other collectives in flight, ranks may wait for each other.
         """

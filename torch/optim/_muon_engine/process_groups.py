@@ -171,7 +171,7 @@ def device_of_group(group: ProcessGroup) -> torch.device:
 
 
 def short_hash(value: Any) -> str:
-    """Sixteen digits that stand for ``value``: for ranks to compare, and in names."""
+    """A hash of ``value`` in sixteen digits. Ranks compare it, and it makes names."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
